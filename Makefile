@@ -1,0 +1,26 @@
+# make demo   set up, then train three networks on embedded data and show them side by side
+# make test   set up, then lint, type-check and run every test (CPU only)
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint clean
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt -e '.[all]'
+	@touch $@
+
+demo: $(VENV)/.installed
+	$(BIN)/gft demo
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check gft tests
+	$(BIN)/pyright
+
+test: lint
+	$(BIN)/pytest -n 2
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,159 @@
+"""Checkpoints: one safetensors file with everything a run needs to go on as if it had never stopped.
+
+    tensors    model.* (integer weights as stored: packed, or one byte with memory), optimizer.*, rng.*
+    metadata   the structure around them as JSON: param groups, schedule, step, whatever the caller adds; a checksum
+
+A file is written beside its final name, flushed to disk and renamed over it: whoever kills the process finds either the
+old file or the new one, whole. Nothing is ever unpickled.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+FORMAT = "gft-checkpoint-1"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used, and why."""
+
+
+# ---------------------------------------------------------------------------------------------------- structure <-> tensors
+
+
+def flatten(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """A nest of dicts, lists, tuples, numbers, strings and tensors -> JSON, with its tensors put into `tensors`."""
+    if isinstance(value, Tensor):
+        tensors[name] = value.detach().contiguous()
+        return {"tensor": name}
+    if isinstance(value, Mapping):
+        # Pairs, since JSON would turn the integer keys of an optimizer's state into strings.
+        return {"pairs": [[key, flatten(item, f"{name}.{key}", tensors)] for key, item in value.items()]}
+    if isinstance(value, (list, tuple)):
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        return {kind: [flatten(item, f"{name}.{index}", tensors) for index, item in enumerate(value)]}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return {"value": value}
+    raise TypeError(f"{name} holds a {type(value).__name__}, which a checkpoint cannot; keep numbers, strings, tensors, "
+                    "lists and dicts of them")
+
+
+def unflatten(node: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The inverse of `flatten`."""
+    ((kind, content),) = node.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "pairs":
+        return {key: unflatten(item, tensors) for key, item in content}
+    if kind in ("list", "tuple"):
+        items = [unflatten(item, tensors) for item in content]
+        return tuple(items) if kind == "tuple" else items
+    return content
+
+
+def checksum(tensors: Mapping[str, Tensor]) -> int:
+    """CRC-32 over all tensors' bytes, in the order of their names."""
+    crc = 0
+    for name in sorted(tensors):
+        data = tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        crc = zlib.crc32(data.numpy().tobytes(), zlib.crc32(name.encode(), crc))
+    return crc
+
+
+# ---------------------------------------------------------------------------------------------------- random state
+
+
+def rng_state() -> dict[str, Any]:
+    """torch's own generators (dropout uses them; GFT's numbers need only its seed and step)."""
+    state: dict[str, Any] = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+# ---------------------------------------------------------------------------------------------------- save and load
+
+
+def save_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None,
+                    scheduler: Any = None, **extra: Any) -> Path:
+    """Write model, optimizer, scheduler, random state and `extra` (step, data position, …) to one file, atomically."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {
+        "model": dict(model.state_dict()),
+        "optimizer": None if optimizer is None else optimizer.state_dict(),
+        "scheduler": None if scheduler is None else scheduler.state_dict(),
+        "rng": rng_state(),
+        "extra": extra,
+    }
+    tensors: dict[str, Tensor] = {}
+    structure = {key: flatten(value, key, tensors) for key, value in content.items()}
+    # Copies of what shares memory (tied weights): safetensors stores each tensor by itself.
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        if tensor.data_ptr() in seen and tensor.numel():
+            tensors[name] = tensor.clone()
+        seen.add(tensor.data_ptr())
+    metadata = {"format": FORMAT, "structure": json.dumps(structure), "crc32": str(checksum(tensors))}
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    try:
+        save_file(tensors, unfinished, metadata)
+        with open(unfinished, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return path
+
+
+def read_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """The content of a checkpoint, checked from end to end."""
+    path = Path(path)
+    if not path.is_file():
+        raise CheckpointError(f"no checkpoint at {path}; give the file that save_checkpoint wrote")
+    try:
+        with safetensors.safe_open(path, framework="pt", device="cpu") as file:  # type: ignore[attr-defined]
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
+    except (safetensors.SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is damaged or cut short ({error}); restore it from a copy, or start the run anew "
+                              "in another folder") from error
+    if metadata.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is a safetensors file but not a checkpoint of gft; load it with "
+                              "safetensors.torch.load_file")
+    if str(checksum(tensors)) != metadata["crc32"]:
+        raise CheckpointError(f"{path} is damaged (its checksum does not match); restore it from a copy, or start the "
+                              "run anew in another folder")
+    tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+    content = {key: unflatten(node, tensors) for key, node in json.loads(metadata["structure"]).items()}
+    return content
+
+
+def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None,
+                    scheduler: Any = None) -> dict[str, Any]:
+    """Restore what `save_checkpoint` wrote, in place; returns `extra`. Nothing is changed if the file is damaged."""
+    content = read_checkpoint(path)
+    for key, target in (("optimizer", optimizer), ("scheduler", scheduler)):
+        if target is not None and content[key] is None:
+            raise CheckpointError(f"{path} holds no {key} state; load it without one")
+    model.load_state_dict(content["model"])
+    if optimizer is not None:
+        optimizer.load_state_dict(content["optimizer"])
+    if scheduler is not None:
+        scheduler.load_state_dict(content["scheduler"])
+    set_rng_state(content["rng"])
+    return content["extra"]

@@ -1,0 +1,81 @@
+"""quantize_ and dequantize_: a model's float layers onto the grid, in place, and back."""
+
+from collections.abc import Callable
+
+from torch import nn
+
+from gft.grid import check_bits
+from gft.layers import QuantConv2d, QuantLinear, _QuantLayer, quantized_layers
+
+# Exact types: a subclass may be used by its parent in ways of its own (nn.MultiheadAttention reads its out_proj's
+# weight without calling it).
+CONVERTIBLE: dict[type[nn.Module], type[QuantLinear] | type[QuantConv2d]] = {nn.Linear: QuantLinear, nn.Conv2d: QuantConv2d}
+FilterFn = Callable[[nn.Module, str], bool]
+
+
+def quantize_(model: nn.Module, bits: int = 4, filter_fn: FilterFn | None = None, *, memory: bool = True,
+              init: str = "keep") -> nn.Module:
+    """Replace nn.Linear and nn.Conv2d layers by quantized ones, in place; returns the model.
+
+    filter_fn(module, name) says which; all of them without it. init="keep" takes the float weights over, rounded to the
+    grid, so a model's own initialisation or a pre-trained model carries over; "paper" (90 % zeros) and "variance"
+    (a Gaussian) start anew. Call it before the optimizers are built, and nothing is changed if it raises.
+    """
+    check_bits(bits)
+    if init not in ("keep", "paper", "variance"):
+        raise ValueError(f"init={init!r}: choose keep, paper or variance")
+    if type(model) in CONVERTIBLE:
+        raise ValueError(f"the model is itself one {type(model).__name__} and cannot be replaced in place; use "
+                         f"gft.{CONVERTIBLE[type(model)].__name__}.from_float(layer, bits={bits})")
+    named = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if type(module) in CONVERTIBLE]
+    chosen = [(name, module) for name, module in named if filter_fn is None or filter_fn(module, name)]
+    if not chosen:
+        found = ", ".join(name for name, _ in named[:6]) or "none"
+        raise ValueError(f"no layer to quantize: filter_fn chose none of the model's nn.Linear and nn.Conv2d ({found}"
+                         f"{', …' if len(named) > 6 else ''}); widen it")
+    _refuse_shared(model, chosen)
+    fresh = {name: CONVERTIBLE[type(module)].from_float(module, bits, memory=memory, init=init)  # type: ignore[arg-type]
+             for name, module in chosen}
+    for name, layer in fresh.items():
+        _replace(model, name, layer)
+    _leave_fused_paths(model)
+    return model
+
+
+def dequantize_(model: nn.Module) -> nn.Module:
+    """Replace every quantized layer by a float one with the same values, in place; returns the model."""
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, (QuantLinear, QuantConv2d))]
+    if not layers or isinstance(model, _QuantLayer):
+        raise ValueError("no quantized layer inside this model; for a single layer call its to_float()")
+    for name, layer in layers:
+        _replace(model, name, layer.to_float())
+    return model
+
+
+def _refuse_shared(model: nn.Module, chosen: list[tuple[str, nn.Module]]) -> None:
+    """A weight under two names would become two weights that drift apart."""
+    users: dict[int, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        for own_name, parameter in module.named_parameters(recurse=False):
+            full = f"{name}.{own_name}" if name else own_name
+            other = users.setdefault(id(parameter), full)
+            shared = other != full and any(full == f"{layer}.weight" or other == f"{layer}.weight" for layer, _ in chosen)
+            if shared:
+                raise ValueError(f"{other} and {full} are one shared weight; leave its layers out with filter_fn, or "
+                                 "untie them first")
+
+
+def _replace(model: nn.Module, name: str, layer: nn.Module) -> None:
+    parent_name, _, child = name.rpartition(".")
+    parent = model.get_submodule(parent_name)
+    setattr(parent, child, layer)
+
+
+def _leave_fused_paths(model: nn.Module) -> None:
+    """torch's transformer encoder hands its layers' float weights to one kernel at inference; these are its own
+    switches for "not applicable"."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer) and quantized_layers(module):
+            module.activation_relu_or_gelu = 0
+        elif isinstance(module, nn.TransformerEncoder) and quantized_layers(module):
+            module.use_nested_tensor = False

@@ -1,0 +1,180 @@
+"""The integer grid a weight lives on, and how it is stored.
+
+A weight of `bits` bits is one of the 2I+1 levels -I..I with I = 2^(bits-1) - 1 (paper, Section 4): ternary at
+2 bits, -7..7 at 4. It is stored in one of two forms, and the dtype says which:
+
+    packed   uint8 (rows, bytes): levels + I in fields of 2, 4 or 8 bits, several a byte     0.25 / 0.5 / 1 B a weight
+    memory   int8  (rows, columns): the level in the high bits; the 8 - bits low bits
+             remember votes that were not yet enough to move it                              1 B a weight
+
+Both are read and written as `values`: int8 numbers in units of 1/2^f of a level, f = 0 when packed. The forward
+pass multiplies by the level, `values_to_levels(values, f)`, and a fixed float `scale`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MIN_BITS, MAX_BITS = 2, 8
+
+# The spacing a of the 2I+1 levels that loses least (mean square) of a standard Gaussian; the tests recompute it.
+SPACING = {2: 1.2240, 3: 0.6508, 4: 0.3534, 5: 0.1932, 6: 0.1055, 7: 0.0573, 8: 0.0309}
+
+
+def check_bits(bits: int) -> int:
+    if isinstance(bits, bool) or not isinstance(bits, int):
+        raise TypeError(f"bits={bits!r}: give an integer from {MIN_BITS} to {MAX_BITS}")
+    if not MIN_BITS <= bits <= MAX_BITS:
+        raise ValueError(f"bits={bits}: a symmetric grid needs {MIN_BITS} to {MAX_BITS} bits")
+    return bits
+
+
+def largest_level(bits: int) -> int:
+    """I of the paper: the grid is -I..I."""
+    return 2 ** (check_bits(bits) - 1) - 1
+
+
+# ---------------------------------------------------------------------------------------------------- packing
+
+
+def field_bits(bits: int) -> int:
+    """Width of one packed level: 2 bits four a byte, 3 and 4 bits two a byte, more than that one a byte."""
+    return 2 if bits <= 2 else 4 if bits <= 4 else 8
+
+
+def packed_columns(columns: int, bits: int) -> int:
+    """Bytes a row of `columns` levels takes. Rows start on a byte of their own."""
+    per_byte = 8 // field_bits(bits)
+    return -(-columns // per_byte)
+
+
+def pack(levels: Tensor,  # (..., columns) any integer type, each in -I..I
+         bits: int) -> Tensor:  # (..., packed_columns) uint8
+    """Store levels + I, the first level of a byte in its lowest bits; a short last byte is filled with zero bits."""
+    width = field_bits(bits)
+    codes = (levels + largest_level(bits)).to(torch.uint8)
+    if width == 8:
+        return codes.contiguous()
+    per_byte = 8 // width
+    columns = levels.shape[-1]
+    missing = packed_columns(columns, bits) * per_byte - columns
+    if missing:
+        codes = torch.nn.functional.pad(codes, (0, missing))
+    # Strided views rather than a reshape to (..., bytes, per_byte): elementwise on views is several times faster.
+    packed = codes[..., 0::per_byte].clone()
+    for place in range(1, per_byte):
+        packed |= codes[..., place::per_byte] << (width * place)
+    return packed
+
+
+def unpack(packed: Tensor,  # (..., packed_columns) uint8
+           bits: int,
+           columns: int) -> Tensor:  # (..., columns) int8
+    """The inverse of `pack`."""
+    width, largest = field_bits(bits), largest_level(bits)
+    if width == 8:
+        return (packed.to(torch.int16) - largest).to(torch.int8)
+    per_byte, mask = 8 // width, 2**width - 1
+    levels = torch.empty(*packed.shape[:-1], packed.shape[-1] * per_byte, dtype=torch.int8, device=packed.device)
+    for place in range(per_byte):
+        levels[..., place::per_byte] = ((packed >> (width * place)) & mask).to(torch.int8) - largest
+    return levels[..., :columns]
+
+
+def values_to_levels(values: Tensor,  # int8, in units of 1/2^f level
+                     memory_bits: int) -> Tensor:  # int8
+    """The level nearest to a value: floor(value / 2^f + 1/2)."""
+    if memory_bits == 0:
+        return values
+    return (values + (1 << (memory_bits - 1))) >> memory_bits
+
+
+# ---------------------------------------------------------------------------------------------------- one stored matrix
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How one weight matrix of shape (rows, columns) is kept: its width, its form, and the way in and out."""
+
+    bits: int
+    rows: int
+    columns: int
+    memory: bool
+
+    @property
+    def memory_bits(self) -> int:
+        return 8 - self.bits if self.memory else 0
+
+    @property
+    def unit(self) -> int:
+        """One level in units of a stored value."""
+        return 1 << self.memory_bits
+
+    @property
+    def limit(self) -> int:
+        """The largest stored value: I levels."""
+        return largest_level(self.bits) * self.unit
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.int8 if self.memory else torch.uint8
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (self.rows, self.columns if self.memory else packed_columns(self.columns, self.bits))
+
+    def store(self, levels: Tensor) -> Tensor:
+        """(rows, columns) levels -> what the parameter holds."""
+        return (levels * self.unit).to(torch.int8) if self.memory else pack(levels, self.bits)
+
+    def values(self, stored: Tensor) -> Tensor:
+        """What the parameter holds, or some rows of it -> int8 values in units of 1/2^f level."""
+        return stored if self.memory else unpack(stored, self.bits, self.columns)
+
+    def from_values(self, values: Tensor) -> Tensor:
+        return values if self.memory else pack(values, self.bits)
+
+    def value_levels(self, values: Tensor) -> Tensor:
+        """The levels of stored values, whatever their memory holds."""
+        return values_to_levels(values, self.memory_bits)
+
+    def levels(self, stored: Tensor) -> Tensor:
+        """(rows, columns) int8 levels, as the forward pass uses them."""
+        return self.value_levels(self.values(stored))
+
+
+# ---------------------------------------------------------------------------------------------------- where weights start
+
+
+def levels_of(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Float weights -> (levels, scale) with scale = a(bits) · std, so a model's own start, or a pre-trained model's
+    weights, carry over and the variance of what flows through the layer with them."""
+    if not torch.is_floating_point(weight):
+        raise TypeError(f"levels are taken from float weights, not from {weight.dtype}")
+    weight = weight.detach().float()
+    if not bool(torch.isfinite(weight).all()):
+        raise ValueError("the weight to quantize holds NaN or inf; load or initialise the model first")
+    # The mean square, not the deviation from the mean: a layer's offset is part of what it computes.
+    std = weight.square().mean().sqrt() if weight.numel() else weight.new_zeros(())
+    scale = SPACING[check_bits(bits)] * torch.where(std > 0, std, torch.ones_like(std))
+    largest = largest_level(bits)
+    return (weight / scale).round().clamp(-largest, largest).to(torch.int8), scale
+
+
+def paper_start(rows: int, columns: int, bits: int, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
+    """The paper's start: 90 % zeros, 10 % ±1. The forward weight is level / I over sqrt(fan_in) (FACTS: the
+    "multiplications by 3 and 7"), so that a full level passes variance on."""
+    drawn = torch.randint(0, 20, (rows, columns), device=device)
+    levels = (drawn == 0).to(torch.int8) - (drawn == 1).to(torch.int8)
+    scale = torch.tensor(1.0 / (largest_level(bits) * max(columns, 1) ** 0.5), device=device)
+    return levels, scale
+
+
+def variance_start(rows: int, columns: int, bits: int, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
+    """A fresh layer's start: the levels of a Gaussian of standard deviation 1/sqrt(fan_in)."""
+    return levels_of(torch.randn(rows, columns, device=device) / max(columns, 1) ** 0.5, bits)
+
+
+STARTS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"variance": variance_start, "paper": paper_start}

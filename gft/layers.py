@@ -1,0 +1,379 @@
+"""QuantLinear and QuantConv2d: layers whose weight is a grid of small integers.
+
+    forward    y = scale · (x · levels^T) + bias
+    backward   delta_x = scale · (delta · levels)        ordinary, by the chain rule (paper, Eq. 2)
+               votes  += q(delta)^T · q(x)               instead of a weight gradient (vote.py)
+
+The weight is a plain integer nn.Parameter, packed or with memory (grid.py). It carries two attributes: `weight.grid`,
+how it is stored, and `weight.ballot`, where its votes go. A ballot is given by `gft.GFT`; without one the layer is
+frozen and backward computes delta_x alone. What the graph keeps of x is q(x), packed to 2, 4 or 8 bits an element.
+"""
+
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.utils import _pair
+
+from gft import grid
+from gft.grid import STARTS, Grid, levels_of
+from gft.vote import CODES, Ballot
+
+
+class _Product(torch.autograd.Function):
+    """scale · product(x, levels), with votes in place of the weight's gradient.
+
+    `anchor` is an empty tensor that requires grad: it makes backward run even where x itself needs no gradient, as at
+    the first layer, since an integer weight cannot ask for one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, weight: Tensor, scale: Tensor, layer: "_QuantLayer") -> Tensor:
+        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        y = layer.product(x.to(dtype), layer.levels().to(dtype)) * scale.to(dtype)
+        ctx.layer, ctx.x_shape, ctx.x_dtype = layer, x.shape, x.dtype
+        # Not asked of ctx.needs_input_grad: the anchor always does, and evaluation under no_grad never comes here.
+        ctx.ballot = ballot = layer.ballot if x.numel() else None
+        kept, square = None, None
+        if ballot is not None:
+            ctx.call, ctx.sequence = ballot.next_call(), layer.sequence_length(x, y)
+            q, square = ballot.quantize_x(layer.features_last(x, layer.inputs), ctx.sequence, ctx.call)
+            ctx.kept_columns, ctx.kept_bits = q.shape[1], CODES[ballot.vote_for(ctx.sequence)].bits
+            kept = grid.pack(q, ctx.kept_bits)
+        ctx.save_for_backward(weight, scale, kept, square)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (delta,) = grads
+        weight, scale, kept, square = ctx.saved_tensors
+        layer: _QuantLayer = ctx.layer
+        levels = layer.grid.levels(weight)
+        delta_x = None
+        if ctx.needs_input_grad[0]:
+            shaped = levels.to(delta.dtype).view(layer.float_shape)
+            delta_x = (layer.input_error(delta, shaped, ctx.x_shape) * scale.to(delta.dtype)).to(ctx.x_dtype)
+        if ctx.ballot is not None:
+            q = grid.unpack(kept, ctx.kept_bits, ctx.kept_columns)
+            rows = layer.features_last(delta, layer.grid.rows)
+            ctx.ballot.cast(partial(layer.vote_pieces, q, ctx.x_shape), square, rows, levels, ctx.sequence, ctx.call)
+            # After delta_x: the error that flows down belongs to the weights of the forward pass.
+            if ctx.ballot.on_votes is not None:
+                ctx.ballot.on_votes(layer.weight)
+        elif layer.training:
+            layer.warn_untrained()
+        return delta_x, None, None, None, None
+
+
+class _QuantLayer(nn.Module):
+    """What linear and convolution share: the stored weight, its scale, its life in a state_dict."""
+
+    weight: nn.Parameter
+    scale: Tensor
+    bias: nn.Parameter | None
+
+    def __init__(self, float_shape: tuple[int, ...], bits: int, bias: bool, memory: bool, init: str,
+                 device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        if init not in STARTS:
+            raise ValueError(f"init={init!r}: choose one of {', '.join(STARTS)}")
+        rows = float_shape[0]
+        columns = 1
+        for size in float_shape[1:]:
+            columns *= size
+        self.bits, self.memory = grid.check_bits(bits), bool(memory)
+        self.float_shape = float_shape
+        self.grid = Grid(bits, rows, columns, self.memory)
+        levels, scale = STARTS[init](rows, columns, bits, device)
+        self.weight = nn.Parameter(self.grid.store(levels), requires_grad=False)
+        self.register_buffer("scale", scale.float())
+        self.bias = nn.Parameter(torch.zeros(rows, device=device, dtype=dtype)) if bias else None
+        self._anchor: Tensor | None = None
+        self._warned = False
+        mark(self)
+
+    # ------------------------------------------------------------------ what linear and convolution do differently
+
+    @property
+    def inputs(self) -> int:
+        """Features of x."""
+        raise NotImplementedError
+
+    def product(self, x: Tensor, levels: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def input_error(self, delta: Tensor, levels: Tensor, x_shape: torch.Size) -> Tensor:
+        raise NotImplementedError
+
+    def features_last(self, x: Tensor, features: int) -> Tensor:
+        """x or delta as (n, features): each column gets one scale in the vote."""
+        raise NotImplementedError
+
+    def sequence_length(self, x: Tensor, y: Tensor) -> int:
+        """How many rows of the vote product make one sample."""
+        raise NotImplementedError
+
+    def vote_pieces(self, x: Tensor, x_shape: torch.Size, delta: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Quantized x (n, inputs) and delta (voters, out) -> the products whose sum is the votes (vote.Pieces)."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------ shared
+
+    @property
+    def ballot(self) -> "Ballot | None":
+        return getattr(self.weight, "ballot", None)
+
+    def levels(self) -> Tensor:
+        """The integer weights, int8, in the shape of the float layer's."""
+        return self.grid.levels(self.weight.detach()).view(self.float_shape)
+
+    def float_weight(self) -> Tensor:
+        """The float values used in forward: scale · levels."""
+        return self.levels() * self.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_floating_point(x):
+            raise TypeError(f"{type(self).__name__} takes a float input, not {x.dtype}; convert it with x.float()")
+        y = self._voting_product(x) if torch.is_grad_enabled() else self._plain_product(x)
+        return y if self.bias is None else y + self._shaped_bias().to(y.dtype)
+
+    def _plain_product(self, x: Tensor) -> Tensor:
+        return self.product(x, self.levels().to(x.dtype)) * self.scale.to(x.dtype)
+
+    # A graph break: the votes of backward live in Python, outside any traced graph. What lies between the quantized
+    # layers is compiled as usual.
+    @torch.compiler.disable
+    def _voting_product(self, x: Tensor) -> Tensor:
+        if self._anchor is None or self._anchor.device != x.device:
+            self._anchor = torch.empty(0, device=x.device, requires_grad=True)
+        if self.ballot is None and not (x.requires_grad or self.training):
+            return self._plain_product(x)
+        return _Product.apply(x, self._anchor, self.weight, self.scale, self)  # type: ignore[no-any-return]
+
+    def warn_untrained(self) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"this {type(self).__name__} has no optimizer and stays as it is: pass gft.quantized(model) "
+                          "to gft.GFT (AdamW cannot train integers), or call .eval() on layers meant to be frozen",
+                          stacklevel=2)
+
+    def _shaped_bias(self) -> Tensor:
+        assert self.bias is not None
+        return self.bias
+
+    def extra_repr(self) -> str:
+        kept = f"memory={self.grid.memory_bits} bits" if self.memory else "packed"
+        return f"bits={self.bits}, {kept}, bias={self.bias is not None}"
+
+    # ------------------------------------------------------------------ state_dict
+
+    def get_extra_state(self) -> Tensor:
+        """The form of the weight, so that 2-bit numbers are never read as 4-bit ones."""
+        return torch.tensor([self.bits, int(self.memory)], dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        pass  # checked in _load_from_state_dict, before anything is copied
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        stored = state_dict.get(prefix + "weight")
+        name = prefix.rstrip(".") or type(self).__name__
+        if stored is not None and stored.dtype != self.weight.dtype:
+            raise ValueError(
+                f"{name}: the state_dict holds a {stored.dtype} weight, this layer stores {self.weight.dtype}; load "
+                "float weights into the float model and call gft.quantize_ after, or build the layer with the same memory")
+        form = state_dict.get(prefix + "_extra_state")
+        if form is not None and form.tolist() != self.get_extra_state().tolist():
+            bits, memory = form.tolist()
+            raise ValueError(f"{name}: the state_dict holds {bits}-bit weights with memory={bool(memory)}, this layer has "
+                             f"bits={self.bits}, memory={self.memory}; build it the same way")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class QuantLinear(_QuantLayer):
+    """nn.Linear with an integer weight.
+
+    bits: 2 (ternary) to 8. Fewer bits, less memory and a coarser weight.
+    memory: True keeps unspent votes in the rest of a byte a weight (1 B a weight, trains best). False packs the levels
+        (0.25 B at 2 bits, 0.5 B at 3 and 4) and keeps nothing else.
+    init: "variance" draws the levels of a Gaussian of deviation 1/sqrt(in_features); "paper" 90 % zeros, 10 % ±1.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bits: int = 4, bias: bool = False, *, memory: bool = True,
+                 init: str = "variance", device: torch.device | str | None = None,
+                 dtype: torch.dtype | None = None) -> None:
+        super().__init__((out_features, in_features), bits, bias, memory, init, device, dtype)
+        self.in_features, self.out_features = in_features, out_features
+
+    @classmethod
+    def from_float(cls, linear: nn.Linear, bits: int = 4, *, memory: bool = True, init: str = "keep") -> "QuantLinear":
+        """The layer on the grid nearest to `linear`; its bias is taken over as it is. init="paper" starts anew."""
+        layer = cls(linear.in_features, linear.out_features, bits, False, memory=memory,
+                    init="variance" if init == "keep" else init, device=linear.weight.device)
+        return _take_over(layer, linear, init)
+
+    def to_float(self) -> nn.Linear:
+        """An nn.Linear with the float values used in forward."""
+        linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device=self.weight.device)
+        return _give_back(self, linear)
+
+    def product(self, x: Tensor, levels: Tensor) -> Tensor:
+        return F.linear(x, levels)
+
+    def input_error(self, delta: Tensor, levels: Tensor, x_shape: torch.Size) -> Tensor:
+        return delta @ levels
+
+    @property
+    def inputs(self) -> int:
+        return self.in_features
+
+    def features_last(self, x: Tensor, features: int) -> Tensor:
+        return x.reshape(-1, features)
+
+    def sequence_length(self, x: Tensor, y: Tensor) -> int:
+        return x.shape[1:-1].numel() if x.dim() > 2 else 1
+
+    def vote_pieces(self, x: Tensor, x_shape: torch.Size, delta: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        yield slice(None), x, delta
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, {super().extra_repr()}"
+
+
+class QuantConv2d(_QuantLayer):
+    """nn.Conv2d with an integer weight. A weight's voters are the positions of the image it is applied to.
+
+    stride, padding, dilation and groups are nn.Conv2d's; padding is zeros ("same" and "valid" work too).
+    """
+
+    # Im2col repeats each input kernel-size times; this many elements of it at once bound the scratch.
+    UNFOLDED_AT_ONCE = 1 << 25
+
+    def __init__(self, in_channels: int, out_channels: int, kernel_size: int | tuple[int, int], bits: int = 4,
+                 stride: int | tuple[int, int] = 1, padding: int | tuple[int, int] | str = 0,
+                 dilation: int | tuple[int, int] = 1, groups: int = 1, bias: bool = False, *, memory: bool = True,
+                 init: str = "variance", device: torch.device | str | None = None,
+                 dtype: torch.dtype | None = None) -> None:
+        if in_channels % groups or out_channels % groups:
+            raise ValueError(f"groups={groups} must divide in_channels={in_channels} and out_channels={out_channels}")
+        self_kernel = _pair(kernel_size)
+        super().__init__((out_channels, in_channels // groups, *self_kernel), bits, bias, memory, init, device, dtype)
+        self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
+        self.kernel_size, self.stride, self.dilation = self_kernel, _pair(stride), _pair(dilation)
+        if padding == "same":
+            spans = [d * (k - 1) for d, k in zip(self.dilation, self.kernel_size, strict=True)]
+            if self.stride != (1, 1) or any(span % 2 for span in spans):
+                raise ValueError('padding="same" needs stride 1 and an odd kernel here; give the padding in numbers')
+            padding = (spans[0] // 2, spans[1] // 2)
+        self.padding = (0, 0) if padding == "valid" else _pair(padding)
+
+    @classmethod
+    def from_float(cls, conv: nn.Conv2d, bits: int = 4, *, memory: bool = True, init: str = "keep") -> "QuantConv2d":
+        """The layer on the grid nearest to `conv`; its bias is taken over as it is."""
+        if conv.padding_mode != "zeros":
+            raise ValueError(f"padding_mode={conv.padding_mode!r}: QuantConv2d pads with zeros only; leave this layer out")
+        layer = cls(conv.in_channels, conv.out_channels, conv.kernel_size, bits, conv.stride, conv.padding,  # type: ignore[arg-type]
+                    conv.dilation, conv.groups, memory=memory, init="variance" if init == "keep" else init,  # type: ignore[arg-type]
+                    device=conv.weight.device)
+        return _take_over(layer, conv, init)
+
+    def to_float(self) -> nn.Conv2d:
+        """An nn.Conv2d with the float values used in forward."""
+        conv = nn.Conv2d(self.in_channels, self.out_channels, self.kernel_size, self.stride, self.padding, self.dilation,
+                         self.groups, self.bias is not None, device=self.weight.device)
+        return _give_back(self, conv)
+
+    @property
+    def _geometry(self) -> tuple[Any, ...]:
+        return self.stride, self.padding, self.dilation, self.groups
+
+    def product(self, x: Tensor, levels: Tensor) -> Tensor:
+        return F.conv2d(x, levels, None, *self._geometry)
+
+    def input_error(self, delta: Tensor, levels: Tensor, x_shape: torch.Size) -> Tensor:
+        shape = x_shape if len(x_shape) == 4 else (1, *x_shape)
+        error = torch.nn.grad.conv2d_input(shape, levels, delta.view(-1, *delta.shape[-3:]), *self._geometry)  # type: ignore[arg-type]
+        return error.view(x_shape)
+
+    @property
+    def inputs(self) -> int:
+        return self.in_channels
+
+    def features_last(self, x: Tensor, features: int) -> Tensor:
+        return x.movedim(-3, -1).reshape(-1, features)
+
+    def sequence_length(self, x: Tensor, y: Tensor) -> int:
+        return y.shape[-2] * y.shape[-1]
+
+    def vote_pieces(self, x: Tensor, x_shape: torch.Size, delta: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        images = x.view(-1, *x_shape[-2:], self.in_channels).permute(0, 3, 1, 2)
+        positions = delta.shape[0] // len(images)
+        at_once = max(1, self.UNFOLDED_AT_ONCE // (self.grid.columns * self.groups * positions))
+        columns, rows = self.grid.columns, self.grid.rows // self.groups
+        for some, some_delta in zip(images.split(at_once), delta.split(at_once * positions), strict=True):
+            patches = self._patches(some)
+            for group in range(self.groups):
+                out = slice(group * rows, (group + 1) * rows)
+                yield out, patches[:, group * columns : (group + 1) * columns], some_delta[:, out]
+
+    def _patches(self, images: Tensor) -> Tensor:
+        """(n, channels, h, w) int8 -> (n · positions, channels · kernel) int8: what each output position looked at."""
+        columns = F.unfold(images.float(), self.kernel_size, self.dilation, self.padding, self.stride)
+        return columns.transpose(1, 2).reshape(-1, columns.shape[1]).to(torch.int8)
+
+    def _shaped_bias(self) -> Tensor:
+        assert self.bias is not None
+        return self.bias.view(-1, 1, 1)
+
+    def extra_repr(self) -> str:
+        return (f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}, "
+                f"padding={self.padding}, dilation={self.dilation}, groups={self.groups}, {super().extra_repr()}")
+
+
+def _take_over(layer: Any, float_layer: Any, init: str) -> Any:
+    if init == "keep":
+        levels, scale = levels_of(float_layer.weight, layer.bits)
+        layer.weight.data.copy_(layer.grid.store(levels.view(layer.grid.rows, layer.grid.columns)))
+        layer.scale.copy_(scale)
+    layer.bias = float_layer.bias
+    return layer.train(float_layer.training)
+
+
+def _give_back(layer: Any, float_layer: Any) -> Any:
+    with torch.no_grad():
+        float_layer.weight.copy_(layer.float_weight())
+        if layer.bias is not None:
+            float_layer.bias.copy_(layer.bias)
+    return float_layer.train(layer.training)
+
+
+# ---------------------------------------------------------------------------------------------------- parameters
+
+
+def mark(layer: _QuantLayer) -> nn.Parameter:
+    """Write on the weight how it is stored, for the optimizer that gets only the parameter."""
+    layer.weight.grid = layer.grid  # type: ignore[attr-defined]
+    return layer.weight
+
+
+def quantized_layers(model: nn.Module) -> dict[str, _QuantLayer]:
+    """Name -> quantized layer, in the model's order."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, _QuantLayer)}
+
+
+def quantized(model: nn.Module) -> list[nn.Parameter]:
+    """The integer weights of a model, for `gft.GFT`."""
+    # Marked anew: a deep copy of a model has new parameters without the mark.
+    weights = [mark(layer) for layer in quantized_layers(model).values()]
+    if not weights:
+        raise ValueError("no quantized layer in this model; call gft.quantize_(model, bits=…) first")
+    return weights
+
+
+def dense(model: nn.Module) -> list[nn.Parameter]:
+    """Every trainable parameter that is not an integer weight, for AdamW and its kin."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]

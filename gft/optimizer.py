@@ -1,0 +1,250 @@
+"""GFT, the optimizer of integer weights, and Hybrid, which joins it with any other torch optimizers.
+
+GFT hands each weight a ballot (vote.py); backward fills it with votes; `step` lets a rule (step.py) turn the votes into
+moves. There is no other state than the votes' running scales, one float a feature.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gft import step as rules
+from gft.grid import SPACING, Grid
+from gft.vote import CODES, MASKS, SAMPLES, Ballot
+
+RULES = ("rounding", "topk")
+
+# The paper's algorithm, as FACTS.md reads it: k = 0.75 falling linearly to 0 (by a scheduler), one voice a sample.
+PAPER: Mapping[str, Any] = {"lr": 0.75, "rule": "topk", "vote": "sign", "sample": "sequence", "mask": "none",
+                            "p_min": 0.001}
+
+# Elements a rule works on at once: on the CPU its dozen passes stay in the cache, on a GPU its scratch stays bounded.
+AT_ONCE = {"cpu": 1 << 17, "cuda": 1 << 26}
+RUNNING = ("x_rms", "delta_rms")
+
+
+class GFT(Optimizer):
+    """Trains the integer weights of `gft.quantized(model)` by votes.
+
+    lr: For rule "rounding" the rms move of a weight a step, in levels of a 4-bit grid; other widths are scaled by their
+        spacing, so that the same lr moves the float weight equally far. At 0 nothing moves; near 1 a weight crosses
+        the grid in a few steps and training never settles. For rule "topk" it is the paper's k, the fraction of
+        weights that may move: at 0 none, at 1 all. Let a scheduler bring it to 0 in both.
+    rule: "rounding" (every weight moves by the stochastic rounding of its share) or "topk" (the paper's).
+    vote: "int8", "int4", "ternary" (unbiased small integers) or "sign" (the paper's, free of the error's size).
+    sample: who has a voice when vote is "sign": each "token", or each "sequence" (sign of the sum over its tokens).
+    mask: "literal" counts only what line 9 of Algorithm 1 prints; weights can then only grow. "none" counts all.
+    p_min: topk's least chance of a chosen weight to move. At 0 the weakest candidates never move; at 1 every candidate
+        moves each step and training never settles.
+    seed: of all random numbers; equal seeds, votes and steps give equal weights on every device.
+    in_backward: True moves each layer's weights as soon as its votes exist, inside backward, and keeps no votes;
+        `step` then only counts. Each micro-batch moves the weights by itself.
+    """
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.3, rule: str = "rounding", vote: str = "int8", *,
+                 sample: str = "token", mask: str = "none", p_min: float = 0.001, seed: int = 0,
+                 in_backward: bool = False) -> None:
+        self._weights = 0  # how many were ever added: the next one's number in the random streams
+        defaults = {"lr": lr, "rule": rule, "vote": vote, "sample": sample, "mask": mask, "p_min": p_min, "seed": seed,
+                    "in_backward": in_backward, "step": 0}
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        settings = {**self.defaults, **param_group, "step": 0}
+        check_settings(settings)
+        params = param_group["params"]
+        params = [params] if isinstance(params, Tensor) else list(params)
+        for one in params:
+            weight = one[1] if isinstance(one, tuple) else one
+            if not isinstance(weight, Tensor):
+                raise TypeError(f"GFT takes parameters, not {type(weight).__name__}; pass gft.quantized(model)")
+            if not isinstance(getattr(weight, "grid", None), Grid):
+                raise TypeError(f"GFT trains quantized weights, but was given a {weight.dtype} tensor of shape "
+                                f"{tuple(weight.shape)}; pass gft.quantized(model), and gft.dense(model) to AdamW")
+        super().add_param_group({**settings, "params": params})
+        self._attach(self.param_groups[-1])
+
+    def _attach(self, group: dict[str, Any]) -> None:
+        """Hand a ballot to each weight of a group, with what state there is."""
+        for weight in group["params"]:
+            state = self.state[weight]
+            if "layer" not in state:
+                state["layer"] = self._weights
+                self._weights += 1
+            weight.ballot = Ballot(
+                **{key: group[key] for key in ("vote", "sample", "mask", "seed", "step")}, layer=state["layer"],
+                **{which: state.get(which) for which in RUNNING},
+                on_votes=self._move_in_backward if group["in_backward"] else None)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # also the last act of load_state_dict
+        for group in self.param_groups:
+            check_settings(group)
+            self._attach(group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the votes cast since the last step."""
+        for weight in self._all_weights():
+            weight.ballot.discard()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Move the weights by the votes cast since the last step."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            check_settings(group)
+        for group in self.param_groups:
+            for weight in group["params"]:
+                ballot: Ballot = weight.ballot
+                if ballot.votes is not None and not group["in_backward"]:
+                    self._move(weight, group)
+                ballot.close()
+                self.state[weight].update({which: getattr(ballot, which) for which in RUNNING
+                                           if getattr(ballot, which) is not None})
+            group["step"] += 1
+        return loss
+
+    @torch.no_grad()
+    def _move_in_backward(self, weight: Tensor) -> None:
+        group = next(group for group in self.param_groups if any(weight is other for other in group["params"]))
+        check_settings(group)
+        self._move(weight, group, call=weight.ballot.batches - 1)  # type: ignore[attr-defined]
+        weight.ballot.votes = None  # type: ignore[attr-defined]
+
+    def _move(self, weight: Tensor, group: dict[str, Any], call: int = 0) -> None:
+        ballot: Ballot = weight.ballot  # type: ignore[attr-defined]
+        flips = move(weight, ballot, call, lr=group["lr"], rule=group["rule"], p_min=group["p_min"])
+        state = self.state[weight]
+        state["flips"] = state["flips"] + flips if "flips" in state else flips
+        state["last_flips"] = flips
+
+    def _all_weights(self) -> list[Any]:
+        return [weight for group in self.param_groups for weight in group["params"]]
+
+    def flips(self) -> int:
+        """How many times a weight changed its level since the start: the paper's "updates", counted."""
+        return int(sum(int(self.state[weight].get("flips", 0)) for weight in self._all_weights()))
+
+    def not_finite(self) -> int:
+        """How many errors (values of delta) were NaN or inf and cast no vote since this optimizer was made."""
+        counts = (weight.ballot.not_finite for weight in self._all_weights())
+        return sum(int(count) for count in counts if count is not None)
+
+
+def check_settings(group: Mapping[str, Any]) -> None:
+    """Raise a one-sentence ValueError for a setting no rule can work with. Called before any weight moves."""
+    for key, choices in (("rule", RULES), ("vote", tuple(CODES)), ("sample", SAMPLES), ("mask", MASKS)):
+        if group[key] not in choices:
+            raise ValueError(f"{key}={group[key]!r}: choose one of {', '.join(choices)}")
+    lr = float(group["lr"])
+    if not (math.isfinite(lr) and 0 <= lr <= 1):
+        what = "k, the fraction of weights that may move" if group["rule"] == "topk" else "the rms move in levels"
+        raise ValueError(f"lr={lr}: for rule {group['rule']!r} lr is {what}; give a number from 0 to 1")
+    if not 0 <= group["p_min"] <= 1:
+        raise ValueError(f"p_min={group['p_min']}: a chance lies between 0 and 1")
+    if not (isinstance(group["seed"], int) and 0 <= group["seed"] < 2**64):
+        raise ValueError(f"seed={group['seed']!r}: give an integer from 0 to 2^64 - 1")
+
+
+def move(weight: Tensor, ballot: Ballot, call: int, *, lr: float, rule: str, p_min: float) -> Tensor:
+    """One step of one stored weight, in place, some rows at a time. Returns how many levels changed (on the device)."""
+    grid: Grid = weight.grid  # type: ignore[attr-defined]
+    votes = ballot.votes
+    assert votes is not None
+    flips = torch.zeros((), dtype=torch.int64, device=weight.device)
+    lr = float(lr)
+    bounds = factors = None
+    if rule == "topk":
+        bounds = rules.topk_bounds(votes, lr)
+    elif lr > 0:
+        factors = rules.rounding_factors(votes, lr * SPACING[4] / SPACING[grid.bits], grid.unit)
+    if bounds is None and factors is None:
+        return flips
+    rows_at_once = max(1, AT_ONCE.get(weight.device.type, AT_ONCE["cuda"]) // grid.columns)
+    for start in range(0, grid.rows, rows_at_once):
+        rows = slice(start, min(start + rows_at_once, grid.rows))
+        old = grid.values(weight[rows])
+        noise = ballot.noise(old.numel(), 0, call, weight.device, offset=start * grid.columns).view_as(old)
+        if bounds is not None:
+            new = rules.topk(old, votes[rows], noise, bounds, p_min, grid.unit, grid.limit)
+        else:
+            assert factors is not None
+            some = factors._replace(row=factors.row[rows])
+            new = rules.rounding(old, votes[rows], noise, some, grid.limit)
+        flips += (grid.value_levels(new) != grid.value_levels(old)).sum()
+        weight[rows] = grid.from_values(new)
+    return flips
+
+
+class Hybrid(Optimizer):
+    """Several optimizers as one, for schedulers, trainers and loops that take a single optimizer.
+
+    Its `param_groups` are the groups of its parts, the same dicts in the same order, so a scheduler set on it drives
+    every part's "lr".
+    """
+
+    def __init__(self, *optimizers: Optimizer) -> None:
+        if not optimizers:
+            raise ValueError("Hybrid joins optimizers; give at least one")
+        owners: dict[int, Optimizer] = {}
+        for optimizer in optimizers:
+            if not isinstance(optimizer, Optimizer):
+                raise TypeError(f"Hybrid joins torch optimizers, not {type(optimizer).__name__}")
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                if isinstance(getattr(parameter, "grid", None), Grid) and not isinstance(optimizer, GFT):
+                    raise ValueError(f"{type(optimizer).__name__} was given a quantized weight, which only gft.GFT can "
+                                     "train; give it gft.dense(model) instead of model.parameters()")
+                if owners.setdefault(id(parameter), optimizer) is not optimizer:
+                    raise ValueError(f"{type(owners[id(parameter)]).__name__} and {type(optimizer).__name__} share a "
+                                     "parameter; give each parameter to one optimizer")
+        self.optimizers = optimizers
+        # The state an Optimizer has beyond its groups (hooks, the profiled step) is set up by its unpickling path.
+        Optimizer.__setstate__(self, {"defaults": {}})
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    @property
+    def state(self) -> dict[Tensor, Any]:  # type: ignore[override]
+        return {parameter: state for optimizer in self.optimizers for parameter, state in optimizer.state.items()}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Quantized weights go to the GFT part, others to the first part that is not one."""
+        params = param_group["params"]
+        first = params if isinstance(params, nn.Parameter) else next(iter(params))
+        wants_gft = isinstance(getattr(first, "grid", None), Grid)
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, GFT) == wants_gft:
+                return optimizer.add_param_group(param_group)
+        raise ValueError(f"no part of this Hybrid takes {'quantized' if wants_gft else 'dense'} parameters")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+        parts = state_dict.get("optimizers")
+        if parts is None or len(parts) != len(self.optimizers):
+            raise ValueError(f"this state_dict is not of a Hybrid of {len(self.optimizers)} optimizers")
+        for optimizer, part in zip(self.optimizers, parts, strict=True):
+            optimizer.load_state_dict(part)

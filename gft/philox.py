@@ -1,0 +1,84 @@
+"""Random numbers that are a function of (seed, step, layer, element): Philox-4x32-10 (Salmon et al., SC 2011).
+
+A counter-based generator has no state to save, move or share: the number for element 17 of layer 3 at step 900 is the
+same on the CPU, on a GPU and in Triton, whatever was drawn before it, and torch's own generators are never touched.
+
+    counter = (element // 8, call, step, stream)      key = the two halves of seed
+    four 32-bit words -> eight 16-bit numbers for elements 8·c .. 8·c+7, low half of a word first
+
+16 bits are enough to choose between two neighbouring levels: chances are resolved to 1/65536.
+"""
+
+import torch
+from torch import Tensor
+
+ROUNDS = 10
+MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
+WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
+LOW = 0xFFFFFFFF
+PER_COUNTER = 8
+
+# On the CPU some hundred elementwise passes are only cheap while their operands stay in the cache.
+CPU_COUNTERS_AT_ONCE = 1 << 14
+
+
+def philox(counter: tuple[Tensor | int, Tensor | int, Tensor | int, Tensor | int],
+           key: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox-4x32-10 on int64 tensors that hold 32-bit words.
+
+    A 32 x 32 -> 64-bit product wraps round in int64, but its bits are right: the high word is (p >> 32) & LOW.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        p0, p1 = c0 * MULTIPLIER_0, c2 * MULTIPLIER_1
+        c0, c1, c2, c3 = (
+            ((p1 >> 32) & LOW) ^ c1 ^ k0,
+            p1 & LOW,
+            ((p0 >> 32) & LOW) ^ c3 ^ k1,
+            p0 & LOW,
+        )
+        k0, k1 = (k0 + WEYL_0) & LOW, (k1 + WEYL_1) & LOW
+    return c0, c1, c2, c3  # type: ignore[return-value]  # tensors, since c0 was one
+
+
+def _noise_of_counters(first: int, count: int, call: int, step: int, stream: int, key: tuple[int, int],
+                       device: torch.device) -> Tensor:
+    c0 = torch.arange(first, first + count, dtype=torch.int64, device=device)
+    # c2 takes part in a product, so it must be a tensor: Python integers would not wrap.
+    c2 = torch.full_like(c0, step)
+    words = philox((c0, call, c2, stream), key)
+    out = torch.empty(count, PER_COUNTER, dtype=torch.int32, device=device)
+    for place, word in enumerate(words):
+        out[:, 2 * place] = word & 0xFFFF
+        out[:, 2 * place + 1] = word >> 16
+    return out.view(-1)
+
+
+def noise16(count: int,  # how many numbers
+            *,
+            seed: int,
+            step: int,
+            stream: int,  # which layer, and what for
+            call: int = 0,  # which micro-batch
+            offset: int = 0,  # element the first number belongs to
+            device: torch.device | str = "cpu") -> Tensor:  # (count,) int32 in 0..65535
+    """The 16-bit numbers of elements offset .. offset+count-1."""
+    if not (0 <= seed < 2**64 and 0 <= step < 2**32 and 0 <= stream < 2**32 and 0 <= call < 2**32):
+        raise ValueError(f"seed={seed}, step={step}, stream={stream}, call={call}: seed takes 64 bits, the rest 32")
+    device = torch.device(device)
+    first = offset // PER_COUNTER
+    last = -(-(offset + count) // PER_COUNTER)
+    if last > 2**32:
+        raise ValueError(f"{offset + count} elements in one tensor: noise16 counts to 2^35")
+    key = (seed & LOW, seed >> 32)
+    at_once = CPU_COUNTERS_AT_ONCE if device.type == "cpu" else last - first or 1
+    pieces = [
+        _noise_of_counters(start, min(at_once, last - start), call, step, stream, key, device)
+        for start in range(first, last, at_once)
+    ]
+    if not pieces:
+        return torch.empty(0, dtype=torch.int32, device=device)
+    numbers = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    lead = offset - first * PER_COUNTER
+    return numbers[lead : lead + count]

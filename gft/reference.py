@@ -1,0 +1,125 @@
+"""The method in the paper's symbols, as slow and plain as it can be written: the oracle of the tests.
+
+Everything here works on nested Python lists and integers, one weight at a time, and shares no code with the fast
+versions in grid.py, vote.py, step.py and philox.py. W is written (out, in) as torch does; the paper writes (in, out).
+"""
+
+from fractions import Fraction
+from math import ceil, sqrt
+
+Matrix = list[list[int]]
+Floats = list[list[float]]
+
+
+def sign(a: float) -> int:
+    """-1, 0 or 1; 0 for what is not a number or not finite, which casts no vote."""
+    if a != a or a in (float("inf"), float("-inf")):
+        return 0
+    return (a > 0) - (a < 0)
+
+
+def clip(a: int, low: int, high: int) -> int:
+    return max(low, min(high, a))
+
+
+# ---------------------------------------------------------------------------------------------------- random numbers
+
+
+def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Philox-4x32-10, from Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        high0, low0 = divmod(0xD2511F53 * c0, 2**32)
+        high1, low1 = divmod(0xCD9E8D57 * c2, 2**32)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
+    return c0, c1, c2, c3
+
+
+def noise16(element: int, *, seed: int, step: int, stream: int, call: int = 0) -> int:
+    """The 16-bit number of one element."""
+    words = philox((element // 8, call, step, stream), (seed % 2**32, seed // 2**32))
+    word = words[element % 8 // 2]
+    return word // 2**16 if element % 2 else word % 2**16
+
+
+# ---------------------------------------------------------------------------------------------------- storage
+
+
+def pack(levels: list[int], bits: int) -> list[int]:
+    """One row of levels -> its bytes."""
+    width = 2 if bits == 2 else 4 if bits <= 4 else 8
+    per_byte = 8 // width
+    largest = 2 ** (bits - 1) - 1
+    rows = [levels[start : start + per_byte] for start in range(0, len(levels), per_byte)]
+    return [sum((level + largest) << (width * place) for place, level in enumerate(row)) for row in rows]
+
+
+# ---------------------------------------------------------------------------------------------------- votes
+
+
+def votes(x: Floats, delta: Floats) -> Matrix:
+    """beta[o][i] = sum over b of sign(delta[b][o] · x[b][i])  (Section 4.2), the text's formula without a mask."""
+    return [[sum(sign(d[o]) * sign(one[i]) for one, d in zip(x, delta, strict=True)) for i in range(len(x[0]))]
+            for o in range(len(delta[0]))]
+
+
+def votes_literal(x: Floats, delta: Floats, w: Matrix) -> Matrix:
+    """Algorithm 1, line 9: a sample counts only where delta · c < 0, with the contribution c = x · w."""
+    beta = [[0] * len(x[0]) for _ in delta[0]]
+    for one, d in zip(x, delta, strict=True):
+        for o in range(len(d)):
+            for i in range(len(one)):
+                c = sign(one[i]) * w[o][i]
+                if sign(d[o]) * c < 0:
+                    beta[o][i] += sign(d[o]) * sign(one[i])
+    return beta
+
+
+def stochastic_round(a: Fraction, noise: int) -> int:
+    """floor(a + noise / 2^16): the mean over all noise is a, for every a that is a multiple of 1/2^16."""
+    return (a + Fraction(noise, 2**16)).__floor__()
+
+
+# ---------------------------------------------------------------------------------------------------- steps
+
+
+def topk(w: Matrix, beta: Matrix, noise: Matrix, *, k: float, p_min: float, largest: int) -> Matrix:
+    """Algorithm 1, lines 15-22, with DynamicProbability (Algorithm 3) on |beta|.
+
+    Weights tied with the last of K are in K too. p is compared in steps of 1/2^16.
+    """
+    sizes = sorted((abs(b) for row in beta for b in row), reverse=True)
+    count = round(k * len(sizes))
+    if count == 0:
+        return [list(row) for row in w]
+    b_max, b_min = sizes[0], sizes[count - 1]
+    new = [list(row) for row in w]
+    for o, row in enumerate(beta):
+        for i, b in enumerate(row):
+            if abs(b) < b_min or b == 0:
+                continue
+            p = 2**16 * (abs(b) - b_min) // (b_max - b_min) if b_max > b_min else 2**16
+            p = clip(p, ceil(p_min * 2**16), 2**16)
+            if noise[o][i] < p:
+                new[o][i] = clip(w[o][i] - sign(b), -largest, largest)
+    return new
+
+
+def rounding_moves(beta: Matrix, lr: float) -> Floats:
+    """lr · u in float64, with u = beta / sqrt(rowmean(beta²) · colmean(beta²) / mean(beta²)) clipped to ±4."""
+    rows, columns = len(beta), len(beta[0])
+    row = [sum(b * b for b in line) / columns for line in beta]
+    column = [sum(line[i] ** 2 for line in beta) / rows for i in range(columns)]
+    mean = sum(row) / rows
+    u = [[b / sqrt(row[o] * column[i] / mean) if b else 0.0 for i, b in enumerate(line)] for o, line in enumerate(beta)]
+    return [[lr * max(-4.0, min(4.0, a)) for a in line] for line in u]
+
+
+def rounding(values: Matrix, beta: Matrix, noise: Matrix, *, lr: float, memory_bits: int, largest: int) -> Matrix:
+    """m <- clip(stochastic_round(m - lr · 2^f · u), -I · 2^f, I · 2^f) with m the stored value, f bits of it memory."""
+    unit = 2**memory_bits
+    moves = rounding_moves(beta, lr)
+    return [[clip(m - stochastic_round(Fraction(int(move * unit * 2**16), 2**16), n), -largest * unit, largest * unit)
+             for m, move, n in zip(*lines, strict=True)] for lines in zip(values, moves, noise, strict=True)]

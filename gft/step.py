@@ -1,0 +1,143 @@
+"""Choose, chance, step: how votes move weights.
+
+Two rules, each a pure function of integers. `values` are weights in units of 1/2^f level (grid.py): `unit` = 2^f is one
+level and `limit` = I · unit the edge of the grid. `noise` is one 16-bit random number a weight.
+
+topk (paper, Alg. 1 and 3; k is a fraction)
+
+    K = the k·|W| weights with the largest |beta|
+    p = clip((|beta| - min_K) / (max_K - min_K), p_min, 1)
+    w <- clip(w - sign(beta), -I, I)      with chance p, inside K
+
+rounding (ours: every weight moves by the stochastic rounding of its share)
+
+    u = clip(beta / sqrt(rowmean(beta²) · colmean(beta²) / mean(beta²)), -4, 4)
+    w <- clip(stochastic_round(w - lr · u), -I, I)
+
+Everything derived from votes is derived in integers, or rounded once in float, so that every device gives the same bits.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ONE = 65536  # chance 1, and one stored value, in 16-bit fixed point
+CLIP = 4.0  # no weight moves by more than 4 times the rms move
+
+
+# ---------------------------------------------------------------------------------------------------- topk
+
+
+class TopK(NamedTuple):
+    """What `topk` needs to know of the whole layer: the least and the largest |beta| in K. Scalars on the device."""
+
+    least: Tensor
+    largest: Tensor
+
+
+def _kth_largest(sizes: Tensor,  # any shape, integers >= 0
+                 count: int) -> Tensor:  # scalar int64
+    """The count-th largest of `sizes`, by histograms of 16 bits at a time: no sort, exact for any integer."""
+    sizes = sizes.reshape(-1).to(torch.int64)
+    found = torch.zeros((), dtype=torch.int64, device=sizes.device)
+    remaining = torch.tensor(count, dtype=torch.int64, device=sizes.device)
+    digits = max(1, -(-int(sizes.max()).bit_length() // 16))
+    for digit in reversed(range(digits)):
+        bins = (sizes >> (16 * digit)) & 0xFFFF
+        if digit < digits - 1:
+            bins = bins[(sizes >> (16 * (digit + 1))) == found]
+        at_least = torch.bincount(bins, minlength=1).flip(0).cumsum(0)  # from the largest bin down
+        place = (at_least < remaining).sum()
+        remaining = remaining - torch.where(place > 0, at_least[place - 1], 0)
+        found = (found << 16) | (at_least.numel() - 1 - place)
+    return found
+
+
+def topk_bounds(votes: Tensor, k: float) -> TopK | None:
+    """K's least and largest |beta|; None if K is empty. K holds at least round(k · |W|) weights: all weights tied at
+    the threshold are in it (they move with chance p_min only), since their order in memory is no reason to prefer any."""
+    count = round(k * votes.numel())
+    if count == 0:
+        return None
+    sizes = votes.abs()
+    return TopK(_kth_largest(sizes, count), sizes.max().to(torch.int64))
+
+
+def chances(votes: Tensor,  # some rows of beta
+            bounds: TopK,
+            p_min: float) -> Tensor:  # int64, in 1/65536
+    """DynamicProbability inside K, 0 outside and where beta is 0. Where all of K is equal every chance is 1."""
+    sizes = votes.abs().to(torch.int64)
+    span = bounds.largest - bounds.least
+    p = torch.where(span > 0, (sizes - bounds.least) * ONE // span.clamp_min(1), ONE)
+    p = p.clamp(math.ceil(p_min * ONE), ONE)
+    return torch.where((sizes >= bounds.least) & (sizes > 0), p, 0)
+
+
+def topk(values: Tensor,  # (rows, in) int8
+         votes: Tensor,  # (rows, in)
+         noise: Tensor,  # (rows, in)
+         bounds: TopK,
+         p_min: float,
+         unit: int,
+         limit: int) -> Tensor:  # (rows, in) int8
+    """Move the chosen weights one level against their votes."""
+    moves = torch.where(noise < chances(votes, bounds, p_min), votes.sign(), 0)
+    return (values - moves * unit).clamp(-limit, limit).to(torch.int8)
+
+
+# ---------------------------------------------------------------------------------------------------- rounding
+
+
+class Rounding(NamedTuple):
+    """What `rounding` needs to know of the whole layer: the move of a weight is votes · row · column, in 1/65536 of a
+    stored value, and never more than `cap`."""
+
+    row: Tensor  # (out, 1) float32
+    column: Tensor  # (1, in) float32
+    cap: float
+
+
+def _squares(votes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums of beta² by row and by column in int64, and the shift that was taken off |beta| to fit them.
+
+    With |beta| < 2^15 a square fits int32 and 2^33 of them fit int64. Integer sums do not depend on their order.
+    """
+    largest = votes.abs().max().to(torch.int64)
+    powers = 1 << torch.arange(15, 63, dtype=torch.int64, device=votes.device)
+    shift = (largest >= powers).sum()  # bits of |beta| beyond the 15th, counted without a logarithm
+    small = (votes >> shift.to(votes.dtype)).to(torch.int32)
+    squares = small * small
+    return squares.sum(1, dtype=torch.int64), squares.sum(0, dtype=torch.int64), shift
+
+
+def rounding_factors(votes: Tensor,  # (out, in)
+                     lr: float,  # rms move of a weight, in levels
+                     unit: int) -> Rounding:
+    """1/sqrt of row and column mean squares, as the two float factors of every move."""
+    row, column, shift = _squares(votes)
+    total = row.sum().double()
+    out, features = votes.shape
+
+    def inverse_rms(sums: Tensor, count: int) -> Tensor:
+        # Division and square root in float64 are correctly rounded everywhere; rsqrt is not.
+        rms = (sums.double() / count).sqrt()
+        return torch.where(sums > 0, 1.0 / rms, 0.0)
+
+    overall = (total / max(out * features, 1)).sqrt() / (1 << shift).double()
+    gain = lr * unit * ONE
+    row_factor = (inverse_rms(row, features) * overall * gain).float()
+    return Rounding(row_factor[:, None], inverse_rms(column, out).float()[None, :], CLIP * gain)
+
+
+def rounding(values: Tensor,  # (rows, in) int8
+             votes: Tensor,  # (rows, in)
+             noise: Tensor,  # (rows, in)
+             factors: Rounding,
+             limit: int) -> Tensor:  # (rows, in) int8
+    """Move every weight by the stochastic rounding of its share: floor(move + noise)."""
+    move = (votes.float() * factors.row * factors.column).clamp_(-factors.cap, factors.cap).to(torch.int32)
+    move = move.add_(noise).bitwise_right_shift_(16)
+    return (values - move).clamp_(-limit, limit).to(torch.int8)

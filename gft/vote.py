@@ -1,0 +1,241 @@
+"""Votes: how activations x and errors delta become small integers, and their exact product (paper, Section 4.1-4.2).
+
+    beta[o, i] = sum_b  q(delta[b, o]) · q(x[b, i])            one integer a weight; w moves against its sign
+
+`q` is the only choice:
+
+    sign     -1, 0, 1: the sign alone. The paper's rule, free of any gradient's size.
+    ternary  -1, 0, 1: stochastic, so that the mean of q is x / (2.5 rms of its feature)
+    int4     -7..7:     stochastic rounding, 7 stands for 4 rms
+    int8     -127..127: stochastic rounding, 127 stands for 4 rms
+
+The rms is one running value per feature, renewed once a step, so all micro-batches of a step speak on one scale and
+their votes add up as integers, in any order. Stochastic rounding makes the last three unbiased (up to clipping).
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gft import grid
+from gft.philox import noise16
+
+
+class Code(NamedTuple):
+    bits: int  # what the backward pass keeps per element of x
+    largest: int  # the largest |q|
+    reach: float  # how many rms that stands for
+
+
+CODES = {
+    "sign": Code(bits=2, largest=1, reach=0.0),
+    "ternary": Code(bits=2, largest=1, reach=2.5),
+    "int4": Code(bits=4, largest=7, reach=4.0),
+    "int8": Code(bits=8, largest=127, reach=4.0),
+}
+SAMPLES = ("token", "sequence")
+MASKS = ("none", "literal")
+RMS_DECAY = 0.9  # of the running mean square, a step
+SMALLEST_RMS = 1e-30  # of a feature that was always 0: its first value other than 0 counts in full
+
+
+# ---------------------------------------------------------------------------------------------------- x, delta -> q
+
+
+def quantize(values: Tensor,  # (n, features) float
+             vote: str,
+             rms: Tensor | None = None,  # (features,) float32, for all but sign
+             noise: Tensor | None = None) -> Tensor:  # values.numel() numbers 0..65535 -> int8 like values
+    """q(values). What is NaN or inf casts no vote: q = 0."""
+    code = CODES[vote]
+    # Flushed here and now, so that a stray NaN costs one sample's voice and not the running rms as well.
+    values = torch.where(torch.isfinite(values), values, 0)
+    if vote == "sign":
+        return values.sign().to(torch.int8)
+    assert rms is not None and noise is not None
+    per_rms = code.largest / code.reach * 65536.0
+    top = code.largest * 65536
+    # Fixed point with 16 fraction bits: one rounding of one product, then integers only (no add a GPU could fuse).
+    fixed = (values.float() * (per_rms / rms.clamp_min(SMALLEST_RMS))).clamp_(-top, top).to(torch.int32)
+    return fixed.add_(noise.view_as(fixed)).bitwise_right_shift_(16).to(torch.int8)
+
+
+def mean_square(values: Tensor) -> Tensor:  # (n, features) -> (features,) float32
+    """Mean square of each feature over what is finite."""
+    values = torch.where(torch.isfinite(values), values, 0).float()
+    return values.square_().mean(0)
+
+
+# ---------------------------------------------------------------------------------------------------- the product
+
+
+def _int32_product(delta: Tensor, x: Tensor) -> Tensor:
+    """delta^T · x on int8 tensor cores. cuBLAS wants sizes in multiples of 8 and more than 16 rows: pad with zeros."""
+    tokens, out, features = x.shape[0], delta.shape[1], x.shape[1]
+
+    def padded_transpose(q: Tensor, least: int) -> Tensor:
+        rows, columns = max(-(-q.shape[1] // 8) * 8, least), -(-tokens // 8) * 8
+        padded = q.new_zeros(rows, columns)
+        padded[: q.shape[1], :tokens] = q.t()
+        return padded
+
+    return torch._int_mm(padded_transpose(delta, 24), padded_transpose(x, 8).t())[:out, :features]
+
+
+def tally(x: Tensor,  # (n, in) int8
+          delta: Tensor,  # (n, out) int8
+          largest: int) -> Tensor:  # (out, in) int32, or int64 where int32 could overflow
+    """The votes: delta^T · x, exact for any number of tokens.
+
+    A float32 product of small integers is exact while its sums stay below 2^24, and on the CPU it is many times faster
+    than an integer one; on CUDA int8 tensor cores sum in int32.
+    """
+    tokens = x.shape[0]
+    on_cuda = x.device.type == "cuda"
+    at_once = (2**31 - 1 if on_cuda else 2**24) // largest**2
+    if on_cuda:
+        at_once = at_once // 8 * 8
+    wide = tokens * largest**2 >= 2**31
+    votes = torch.zeros(delta.shape[1], x.shape[1], dtype=torch.int64 if wide else torch.int32, device=x.device)
+    for start in range(0, tokens, at_once):
+        some_x, some_delta = x[start : start + at_once], delta[start : start + at_once]
+        part = _int32_product(some_delta, some_x) if on_cuda else some_delta.float().t() @ some_x.float()
+        votes += part.to(votes.dtype)
+    return votes
+
+
+def apply_literal_mask(votes: Tensor,  # (out, in): sum of s = q(delta) q(x)
+                       sizes: Tensor,  # (out, in): sum of |s|
+                       levels: Tensor) -> Tensor:  # (out, in)
+    """Line 9 of Algorithm 1 as printed: a sample counts only where delta · x · w < 0, that is where s · w < 0.
+
+    So a positive weight hears only negative voices and a negative one only positive voices, which both make it grow;
+    a weight at 0 hears none and never moves. Kept for study; the text's own formula has no mask.
+    """
+    positive, negative = (sizes + votes) // 2, (sizes - votes) // 2
+    return torch.where(levels < 0, positive, torch.where(levels > 0, -negative, 0))
+
+
+# ---------------------------------------------------------------------------------------------------- one layer's ballot
+
+# Quantized delta (voters, out) -> (rows of the weight, x (n, in) int8, delta (n, those rows) int8), piece by piece.
+Pieces = Callable[[Tensor], Iterable[tuple[slice, Tensor, Tensor]]]
+
+@dataclass(eq=False)
+class Ballot:
+    """Where one layer's votes are cast and counted between two steps. The optimizer hands one to each weight.
+
+    Purposes of the random streams: 3·layer for the step, +1 for x, +2 for delta.
+    """
+
+    vote: str
+    sample: str
+    mask: str
+    seed: int
+    layer: int  # which of the optimizer's weights this is
+    step: int = 0
+    x_rms: Tensor | None = None  # (in,) running; None until the first batch
+    delta_rms: Tensor | None = None  # (out,)
+    votes: Tensor | None = None  # (out, in) int32 or int64
+    tokens: int = 0  # how many voted since the last step
+    calls: int = 0  # forward passes since the last step: tells micro-batches' noise apart
+    batches: int = 0  # backward passes since the last step
+    squares: dict[str, Tensor] = field(default_factory=dict)  # sums of mean squares since the last step
+    on_votes: Callable[[Tensor], None] | None = None  # called with the weight after each backward pass
+    not_finite: Tensor | None = None  # how many values of delta were NaN or inf, ever (a count on the device)
+
+    @property
+    def code(self) -> Code:
+        return CODES[self.vote]
+
+    def noise(self, count: int, purpose: int, call: int, device: torch.device, offset: int = 0) -> Tensor:
+        return noise16(count, seed=self.seed, step=self.step, stream=3 * self.layer + purpose, call=call,
+                       offset=offset, device=device)
+
+    def next_call(self) -> int:
+        self.calls += 1
+        return self.calls - 1
+
+    def speaks_per_sequence(self, sequence: int) -> bool:
+        """One voice a sequence, sign(sum over its tokens), instead of one a token."""
+        return self.vote == "sign" and self.sample == "sequence" and sequence > 1
+
+    def vote_for(self, sequence: int) -> str:
+        """How x and delta are quantized: within a sequence sizes count, so both stay int8 until its sum's sign."""
+        return "int8" if self.speaks_per_sequence(sequence) else self.vote
+
+    def quantize_x(self, x: Tensor, sequence: int, call: int) -> tuple[Tensor, Tensor | None]:
+        """(n, in) float -> (n, in) int8 and its mean square per feature. `sequence`: tokens that make one sample."""
+        return self._quantize(x, "x_rms", self.vote_for(sequence), 1, call)
+
+    def _quantize(self, values: Tensor, which: str, vote: str, purpose: int, call: int) -> tuple[Tensor, Tensor | None]:
+        if vote == "sign":
+            return quantize(values, vote), None
+        square = mean_square(values)
+        if getattr(self, which) is None:
+            setattr(self, which, square.sqrt())
+        noise = self.noise(values.numel(), purpose, call, values.device)
+        return quantize(values, vote, getattr(self, which), noise), square
+
+    def cast(self, pieces: "Pieces", x_square: Tensor | None,
+             delta: Tensor,  # (voters, out) float
+             levels: Tensor,  # (out, in)
+             sequence: int,
+             call: int) -> None:
+        """Add the votes of one backward pass. `pieces` pairs the quantized delta with the x each row of it voted on."""
+        bad = (~torch.isfinite(delta)).sum()
+        self.not_finite = bad if self.not_finite is None else self.not_finite + bad
+        q, delta_square = self._quantize(delta, "delta_rms", self.vote_for(sequence), 2, call)
+        self._remember("x_rms", x_square)
+        self._remember("delta_rms", delta_square)
+        self.batches += 1
+        self.tokens += delta.shape[0]
+        if self.votes is None:
+            self.votes = torch.zeros(levels.shape, dtype=torch.int32, device=delta.device)
+        if self.tokens * self.code.largest**2 >= 2**31:
+            self.votes = self.votes.to(torch.int64)
+        for rows, x_piece, delta_piece in pieces(q):
+            votes, sizes = self._count(x_piece, delta_piece, sequence)
+            if sizes is not None:
+                votes = apply_literal_mask(votes, sizes, levels[rows])
+            self.votes[rows] += votes
+
+    def _count(self, x: Tensor, delta: Tensor, sequence: int) -> tuple[Tensor, Tensor | None]:
+        """Votes, and for the literal mask the sum of their sizes."""
+        if self.speaks_per_sequence(sequence):
+            votes, sizes = _sequence_tally(x, delta, sequence)
+            return votes, sizes if self.mask == "literal" else None
+        votes = tally(x, delta, self.code.largest)
+        return votes, tally(x.abs(), delta.abs(), self.code.largest) if self.mask == "literal" else None
+
+    def _remember(self, which: str, square: Tensor | None) -> None:
+        if square is not None:
+            self.squares[which] = self.squares[which] + square if which in self.squares else square
+
+    def discard(self) -> None:
+        """Forget the votes cast since the last step."""
+        self.votes, self.tokens, self.batches = None, 0, 0
+        self.squares.clear()
+
+    def close(self) -> None:
+        """The step is done: renew the running rms and start the next count."""
+        for which, total in self.squares.items():
+            square = RMS_DECAY * getattr(self, which).square() + (1 - RMS_DECAY) * total / self.batches
+            setattr(self, which, square.sqrt())
+        self.discard()
+        self.calls = 0
+        self.step += 1
+
+
+def _sequence_tally(x: Tensor, delta: Tensor, sequence: int) -> tuple[Tensor, Tensor]:
+    """Sum over sequences of s = sign(sum over the tokens of one sequence of delta · x), and of |s|."""
+    votes = torch.zeros(delta.shape[1], x.shape[1], dtype=torch.int32, device=x.device)
+    sizes = torch.zeros_like(votes)
+    for one_x, one_delta in zip(x.split(sequence), delta.split(sequence), strict=True):
+        voice = tally(one_x, one_delta, CODES["int8"].largest).sign().to(torch.int32)
+        votes += voice
+        sizes += voice.abs()
+    return votes, sizes
