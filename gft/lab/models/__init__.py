@@ -1,0 +1,3 @@
+from gft.lab.models.dnn import DNN
+
+__all__ = ["DNN"]
