@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gft import kernels
 from gft import step as rules
-from gft.grid import SPACING, Grid
+from gft.grid import SPACING, Grid, field_bits, largest_level
+from gft.philox import noise16
 from gft.vote import CODES, MASKS, SAMPLES, Ballot
 
 RULES = ("rounding", "topk")
@@ -167,11 +169,19 @@ def move(weight: Tensor, ballot: Ballot, call: int, *, lr: float, rule: str, p_m
         factors = rules.rounding_factors(votes, lr * SPACING[4] / SPACING[grid.bits], grid.unit)
     if bounds is None and factors is None:
         return flips
+    stream = ballot.stream(0, call)
+    if kernels.usable(weight):
+        from gft.kernels import fused
+
+        return fused.move(weight.data, votes, grid.columns, packed_width=0 if grid.memory else field_bits(grid.bits),
+                          top_level=largest_level(grid.bits), memory_bits=grid.memory_bits,
+                          **(bounds._asdict() | {"p_min": rules.least_chance(p_min)} if bounds else factors._asdict()),  # type: ignore[union-attr]
+                          **stream)
     rows_at_once = max(1, AT_ONCE.get(weight.device.type, AT_ONCE["cuda"]) // grid.columns)
     for start in range(0, grid.rows, rows_at_once):
         rows = slice(start, min(start + rows_at_once, grid.rows))
         old = grid.values(weight[rows])
-        noise = ballot.noise(old.numel(), 0, call, weight.device, offset=start * grid.columns).view_as(old)
+        noise = noise16(old.numel(), **stream, offset=start * grid.columns, device=weight.device).view_as(old)
         if bounds is not None:
             new = rules.topk(old, votes[rows], noise, bounds, p_min, grid.unit, grid.limit)
         else:

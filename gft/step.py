@@ -72,8 +72,13 @@ def chances(votes: Tensor,  # some rows of beta
     sizes = votes.abs().to(torch.int64)
     span = bounds.largest - bounds.least
     p = torch.where(span > 0, (sizes - bounds.least) * ONE // span.clamp_min(1), ONE)
-    p = p.clamp(math.ceil(p_min * ONE), ONE)
+    p = p.clamp(least_chance(p_min), ONE)
     return torch.where((sizes >= bounds.least) & (sizes > 0), p, 0)
+
+
+def least_chance(p_min: float) -> int:
+    """p_min in 1/65536, rounded up: a chance above 0 stays above 0."""
+    return math.ceil(p_min * ONE)
 
 
 def topk(values: Tensor,  # (rows, in) int8

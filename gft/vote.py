@@ -15,13 +15,22 @@ their votes add up as integers, in any order. Stochastic rounding makes the last
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 
-from gft import grid
+from gft import kernels
 from gft.philox import noise16
+
+
+class Stream(TypedDict):
+    """Which random numbers: noise16's arguments."""
+
+    seed: int
+    step: int
+    stream: int
+    call: int
 
 
 class Code(NamedTuple):
@@ -56,11 +65,24 @@ def quantize(values: Tensor,  # (n, features) float
     if vote == "sign":
         return values.sign().to(torch.int8)
     assert rms is not None and noise is not None
-    per_rms = code.largest / code.reach * 65536.0
     top = code.largest * 65536
     # Fixed point with 16 fraction bits: one rounding of one product, then integers only (no add a GPU could fuse).
-    fixed = (values.float() * (per_rms / rms.clamp_min(SMALLEST_RMS))).clamp_(-top, top).to(torch.int32)
+    fixed = (values.float() * fixed_point_factor(code, rms)).clamp_(-top, top).to(torch.int32)
     return fixed.add_(noise.view_as(fixed)).bitwise_right_shift_(16).to(torch.int8)
+
+
+def fixed_point_factor(code: Code, rms: Tensor) -> Tensor:
+    """What one unit of each feature is worth, in 1/65536 of q."""
+    return (code.largest / code.reach * 65536.0) / rms.clamp_min(SMALLEST_RMS)
+
+
+def quantize_by_stream(values: Tensor, vote: str, rms: Tensor, stream: Stream) -> Tensor:
+    """`quantize` with the noise of a stream, in one kernel where there is one."""
+    if kernels.usable(values):
+        from gft.kernels import fused
+
+        return fused.quantize(values, fixed_point_factor(CODES[vote], rms), CODES[vote].largest, **stream)
+    return quantize(values, vote, rms, noise16(values.numel(), **stream, device=values.device))
 
 
 def mean_square(values: Tensor) -> Tensor:  # (n, features) -> (features,) float32
@@ -98,13 +120,13 @@ def tally(x: Tensor,  # (n, in) int8
     at_once = (2**31 - 1 if on_cuda else 2**24) // largest**2
     if on_cuda:
         at_once = at_once // 8 * 8
-    wide = tokens * largest**2 >= 2**31
-    votes = torch.zeros(delta.shape[1], x.shape[1], dtype=torch.int64 if wide else torch.int32, device=x.device)
+    dtype = torch.int64 if tokens * largest**2 >= 2**31 else torch.int32
+    votes: Tensor | None = None
     for start in range(0, tokens, at_once):
         some_x, some_delta = x[start : start + at_once], delta[start : start + at_once]
         part = _int32_product(some_delta, some_x) if on_cuda else some_delta.float().t() @ some_x.float()
-        votes += part.to(votes.dtype)
-    return votes
+        votes = part.to(dtype) if votes is None else votes.add_(part)
+    return x.new_zeros(delta.shape[1], x.shape[1], dtype=dtype) if votes is None else votes
 
 
 def apply_literal_mask(votes: Tensor,  # (out, in): sum of s = q(delta) q(x)
@@ -151,9 +173,8 @@ class Ballot:
     def code(self) -> Code:
         return CODES[self.vote]
 
-    def noise(self, count: int, purpose: int, call: int, device: torch.device, offset: int = 0) -> Tensor:
-        return noise16(count, seed=self.seed, step=self.step, stream=3 * self.layer + purpose, call=call,
-                       offset=offset, device=device)
+    def stream(self, purpose: int, call: int) -> Stream:
+        return {"seed": self.seed, "step": self.step, "stream": 3 * self.layer + purpose, "call": call}
 
     def next_call(self) -> int:
         self.calls += 1
@@ -177,8 +198,7 @@ class Ballot:
         square = mean_square(values)
         if getattr(self, which) is None:
             setattr(self, which, square.sqrt())
-        noise = self.noise(values.numel(), purpose, call, values.device)
-        return quantize(values, vote, getattr(self, which), noise), square
+        return quantize_by_stream(values, vote, getattr(self, which), self.stream(purpose, call)), square
 
     def cast(self, pieces: "Pieces", x_square: Tensor | None,
              delta: Tensor,  # (voters, out) float
@@ -193,14 +213,17 @@ class Ballot:
         self._remember("delta_rms", delta_square)
         self.batches += 1
         self.tokens += delta.shape[0]
-        if self.votes is None:
-            self.votes = torch.zeros(levels.shape, dtype=torch.int32, device=delta.device)
-        if self.tokens * self.code.largest**2 >= 2**31:
+        if self.votes is not None and self.tokens * self.code.largest**2 >= 2**31:
             self.votes = self.votes.to(torch.int64)
         for rows, x_piece, delta_piece in pieces(q):
             votes, sizes = self._count(x_piece, delta_piece, sequence)
             if sizes is not None:
                 votes = apply_literal_mask(votes, sizes, levels[rows])
+            if self.votes is None and votes.shape == levels.shape:
+                self.votes = votes
+                continue
+            if self.votes is None:
+                self.votes = torch.zeros(levels.shape, dtype=votes.dtype, device=votes.device)
             self.votes[rows] += votes
 
     def _count(self, x: Tensor, delta: Tensor, sequence: int) -> tuple[Tensor, Tensor | None]:

@@ -97,6 +97,21 @@ def evaluate(model: nn.Module, split: tuple[Tensor, Tensor]) -> float:
     return 100 * int(right) / len(x)
 
 
+def evaluate_run(folder: Path, split: str, device: str = "auto") -> tuple[float, Recipe]:
+    """Accuracy of a run folder's checkpoint on one of its data's splits."""
+    if split not in ("train", "val", "test"):
+        raise TrainingError(f"--split {split}: choose train, val or test")
+    if not (folder / "config.json").exists():
+        raise TrainingError(f"{folder} is not a run folder (it has no config.json); give the --out of gft train")
+    config = read_json(folder / "config.json")
+    recipe = Recipe(**{field.name: config[field.name] for field in dataclasses.fields(Recipe)})
+    on = resolve_device(device)
+    data = datasets.load(recipe.data).to(on)
+    model = build_model(recipe, data).to(on)
+    gft.load_checkpoint(folder / "checkpoint" / "state.safetensors", model)
+    return evaluate(model, getattr(data, split)), recipe
+
+
 # ---------------------------------------------------------------------------------------------------- the loop
 
 

@@ -1,0 +1,127 @@
+"""The command line: gft demo | recipes | train | eval | reproduce | data.
+
+Errors a user can mend are one sentence on stderr and exit code 2; anything else is ours and keeps its traceback.
+"""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+try:
+    import typer
+    from rich.table import Table
+
+    from gft.lab import data as datasets
+    from gft.lab import demo as demonstration
+    from gft.lab import report, tables, train
+    from gft.lab.display import Bars, console
+    from gft.lab.recipes import RECIPES, find
+except ModuleNotFoundError as missing:  # the library alone is installed
+    sys.exit(f"the gft command needs {missing.name}; install it with: pip install 'gft-torch[lab]'")
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+                  help="Train networks whose weights are 2-4-bit integers, and stay so while they train.")
+data_app = typer.Typer(no_args_is_help=True, help="Find or fetch the data sets.")
+app.add_typer(data_app, name="data")
+
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Settings = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Change a field of the recipe; repeatable.")]
+
+
+@app.command()
+def demo(out: Annotated[Path, typer.Option(help="Where the run folder is made.")] = Path("runs"),
+         seed: int = 0) -> None:
+    """Train three networks on embedded data, side by side. No download, about a minute."""
+    demonstration.demo(out, seed)
+
+
+@app.command()
+def recipes(as_json: Annotated[bool, typer.Option("--json", help="All fields, for programs.")] = False) -> None:
+    """List every experiment that can be trained."""
+    if as_json:
+        print(json.dumps([dataclasses.asdict(recipe) for recipe in RECIPES.values()], indent=1))
+        return
+    table = Table("recipe", "row of the paper", "paper", "quantize", "bits", "rule", "votes", "steps")
+    for recipe in RECIPES.values():
+        integers = recipe.quantize != "none"
+        table.add_row(recipe.name, recipe.row, "–" if recipe.paper is None else f"{recipe.paper:g}", recipe.quantize,
+                      str(recipe.bits), *((recipe.rule, recipe.vote) if integers else ("–", "–")), str(recipe.steps))
+    console.print(table)
+
+
+@app.command("train")
+def train_command(recipe: str, steps: int | None = None, seed: int = 0, device: Device = "auto",
+                  out: Annotated[Path | None, typer.Option(help="Run folder; runs/RECIPE-seed-S if not given.")] = None,
+                  resume: Annotated[bool, typer.Option(help="Go on with the run in the folder.")] = False,
+                  checkpoint_every: Annotated[int | None, typer.Option(min=1, help="Steps; once a minute if not given.")] = None,
+                  tensorboard: bool = True, settings: Settings = []) -> None:  # noqa: B006  (typer copies it)
+    """Train one recipe."""
+    chosen = find(recipe).changed(settings + ([] if steps is None else [f"steps={steps}"]))
+    out = out or Path("runs") / f"{recipe}-seed-{seed}"
+    result = None
+    with Bars() as bars:
+        for told in train.training(chosen, out, seed=seed, device=device, resume=resume, tensorboard=tensorboard,
+                                   checkpoint_every=checkpoint_every):
+            bars.show(recipe, told)
+            result = told.result
+    assert result is not None
+    against = "" if result["paper"] is None else f" (paper: {result['paper']:g})"
+    console.print(f"{result['metric']} {result['value']:.2f}{against} on the {result['split']} split after "
+                  f"{result['steps']} steps, {result['wall_s']:.1f} s. Everything is in {out}")
+
+
+@app.command("eval")
+def evaluate(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A run folder.")],
+             split: Annotated[str, typer.Option(help="train, val or test.")] = "val", device: Device = "auto") -> None:
+    """Evaluate a trained run from its checkpoint."""
+    value, recipe = train.evaluate_run(folder, split, device)
+    console.print(f"{recipe.name}: {recipe.metric} {value:.2f} on the {split} split")
+
+
+@app.command()
+def reproduce(table: Annotated[str, typer.Argument(help=" | ".join([*tables.TITLES, "all"]))],
+              seeds: Annotated[int, typer.Option(min=1)] = 5,
+              rows: Annotated[list[str], typer.Option(help="Only recipes whose name contains this; repeatable.")] = [],  # noqa: B006
+              paper: Annotated[bool, typer.Option("--paper", help="Train by the paper's own rule, gft.PAPER.")] = False,
+              out: Annotated[Path, typer.Option(help="Where the tables' folders are made.")] = Path("runs/reproduce"),
+              jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, each a process.")] = 1,
+              device: Device = "auto", settings: Settings = []) -> None:  # noqa: B006
+    """Run a table of the paper with several seeds; a stopped table goes on where it was."""
+    for name in tables.TITLES if table == "all" else [table]:
+        folder = out / (f"{name}-paper" if paper else name)
+        rows_done = tables.reproduce(name, folder, seeds=seeds, paper=paper, rows=rows, settings=settings, device=device,
+                                     jobs=jobs)
+        console.print(report.terminal_table(tables.TITLES[name], rows_done))
+        console.print(f"Written: {folder}/table.md, table.json, runs.jsonl, curves.png, curves.svg")
+
+
+@data_app.command("list")
+def data_list() -> None:
+    """Say where data is looked for and what is there."""
+    console.print(f"Data folder: {datasets.data_folder()} (set GFT_DATA to change it)")
+    found = datasets.find_mnist()
+    console.print("  mnist   " + (f"in {next(iter(found.values())).parent}" if found else "missing; run: gft data fetch mnist"))
+    console.print("  digits  comes with scikit-learn")
+
+
+@data_app.command("fetch")
+def data_fetch(name: Annotated[str, typer.Argument(help="mnist")] = "mnist") -> None:
+    """Find a data set, or download it with its checksums."""
+    if name != "mnist":
+        raise datasets.DataError(f"no data set {name!r} to fetch; there is: mnist")
+    console.print(f"mnist is in {next(iter(datasets.fetch_mnist().values())).parent}")
+
+
+def main() -> None:
+    import torch
+
+    torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it; no effect on the CPU or on integer votes
+    try:
+        app(standalone_mode=True)
+    except (ValueError, TypeError, FileNotFoundError, PermissionError) as error:
+        # Our own checks speak in sentences. A traceback helps only where the message is not ours.
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+

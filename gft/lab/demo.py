@@ -1,0 +1,38 @@
+"""The first five minutes: three networks on embedded data, trained side by side."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from gft.lab import report, train
+from gft.lab.display import Bars, console
+from gft.lab.recipes import RECIPES
+
+RECIPE_NAMES = ("digits-fp", "digits-hybrid-4bit", "digits-quantized-2bit")
+
+
+def demo(out: Path, seed: int = 0) -> list[dict[str, Any]]:
+    """Train full-precision AdamW, a 4-bit hybrid and a 2-bit network; write curves.png and result.json into `out`."""
+    out = out / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
+    console.print("Training on 1,200 handwritten digits of 8×8 pixels. The integer networks keep 2 or 4 bits of level\n"
+                  "per weight and no float copy, gradient or optimizer state of it.\n")
+    runs = {name: train.training(RECIPES[name], out / name, seed=seed, device="cpu") for name in RECIPE_NAMES}
+    results: dict[str, dict[str, Any]] = {}
+    with Bars() as bars:
+        for name in RECIPE_NAMES:
+            bars.add(name, RECIPES[name].steps)
+        while len(results) < len(runs):
+            for name, run in runs.items():
+                for told in run:
+                    bars.show(name, told)
+                    if told.result is not None:
+                        results[name] = told.result
+                    break
+    ordered = [results[name] for name in RECIPE_NAMES]
+    console.print(report.demo_table(ordered))
+    report.plot_curves({RECIPES[name].row: [report.validation_curve(out / name)] for name in RECIPE_NAMES},
+                       "Digits: validation accuracy", "%", [out / "curves.png"])
+    train.write_json(out / "result.json", ordered)
+    console.print(f"Curves: {out / 'curves.png'}   Numbers: {out / 'result.json'}\n"
+                  f"Look closer: gft eval {out / RECIPE_NAMES[2]}   Next: gft recipes, gft train mnist-dnn-hybrid-4bit")
+    return ordered

@@ -1,0 +1,128 @@
+"""What runs came to: tables for the terminal and for Markdown, and validation curves as PNG and SVG."""
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+Result = Mapping[str, Any]
+
+
+def short(number: float) -> str:
+    """53583872 -> 53.6M."""
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if abs(number) >= size:
+            return f"{number / size:.3g}{letter}"
+    return f"{number:g}"
+
+
+def demo_table(results: Iterable[Result]) -> Table:
+    table = Table(title="Three ways to train the same network on scikit-learn's digits")
+    for name in ("network", "accuracy", "weights in training", "bits of model", "updates", "energy*", "time"):
+        table.add_column(name, justify="left" if name == "network" else "right")
+    for result in results:
+        trained = 16.0 if not result["quantized_params"] else result["bytes_per_weight"]
+        table.add_row(result["row"], f"{result['value']:.2f} %", f"{trained:g} B each", short(result["bits_total"]),
+                      short(result["updates_actual"]), f"{result['energy_estimate_j'] * 1e6:.3g} µJ",
+                      f"{result['wall_s']:.1f} s")
+    table.caption = ("Weights in training: with gradient and optimizer state; for the hybrid, of its integer layers.\n"
+                     "*The paper's estimate for the optimizer step alone, at 7 nm.")
+    return table
+
+
+# ---------------------------------------------------------------------------------------------------- rows of a paper table
+
+
+def table_rows(results: Sequence[Result], command: str) -> list[dict[str, Any]]:
+    """Runs of the same recipe -> one row, in the order they first appear."""
+    rows = []
+    for recipe in dict.fromkeys(result["recipe"] for result in results):
+        runs = sorted((result for result in results if result["recipe"] == recipe), key=lambda run: run["seed"])
+        values = [run["value"] for run in runs]
+        mean = statistics.fmean(values)
+        first = runs[0]
+        rows.append({
+            "name": first["row"], "recipe": recipe, "paper": first["paper"], "mean": mean,
+            "std": statistics.stdev(values) if len(values) > 1 else 0.0, "n": len(values),
+            "seeds": [run["seed"] for run in runs], "values": values, "lower_is_better": False,
+            "gap": None if first["paper"] is None else mean - first["paper"],
+            **{key: first[key] for key in ("metric", "steps", "fp32_params", "quantized_params", "bits", "bits_total",
+                                           "bytes_per_weight", "updates_estimated", "energy_estimate_j")},
+            "updates_actual": statistics.fmean(run["updates_actual"] for run in runs),
+            "wall_s": statistics.fmean(run["wall_s"] for run in runs),
+            "commit": ", ".join(dict.fromkeys(run["commit"] for run in runs)),
+            "device": ", ".join(dict.fromkeys(run["device"] for run in runs)),
+            "torch": ", ".join(dict.fromkeys(run["torch"] for run in runs)),
+            "command": command,
+        })
+    return rows
+
+
+COLUMNS = ("row", "paper", "ours", "gap", "n", "bytes a weight", "bits", "updates (paper's formula)",
+           "updates (counted)", "energy (estimate)", "time")
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    gap = "–" if row["gap"] is None else f"{row['gap']:+.2f}"
+    return [row["name"], f"{row['paper']:g}", f"{row['mean']:.2f} ± {row['std']:.2f}", gap, str(row["n"]),
+            f"{row['bytes_per_weight']:g}", short(row["bits_total"]), short(row["updates_estimated"]),
+            short(row["updates_actual"]), f"{row['energy_estimate_j']:.2f} J", f"{row['wall_s']:.0f} s"]
+
+
+def markdown(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    lines = [f"# {title}", "", "| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
+    lines += ["| " + " | ".join(_cells(row)) + " |" for row in rows]
+    seeds = sorted({seed for row in rows for seed in row["seeds"]})
+    where = {key: ", ".join(dict.fromkeys(row[key] for row in rows)) for key in ("commit", "device", "torch", "command")}
+    lines += ["", f"Validation accuracy in %, mean ± standard deviation over n seeds ({', '.join(map(str, seeds))}); gap "
+              "to the paper in points.", "",
+              f"Command: `{where['command']}` · commit {where['commit']} · {where['device']} · torch {where['torch']}", ""]
+    return "\n".join(lines)
+
+
+def terminal_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(title=title)
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name == "row" else "right")
+    for row in rows:
+        table.add_row(*_cells(row))
+    return table
+
+
+# ---------------------------------------------------------------------------------------------------- curves
+
+
+def validation_curve(run: Path) -> list[tuple[int, float]]:
+    """(step, validation value) of a run folder's metrics."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [(line["step"], line["val"]) for line in lines if "val" in line]
+
+
+def plot_curves(curves: Mapping[str, Sequence[Sequence[tuple[int, float]]]], title: str, ylabel: str,
+                files: Iterable[Path]) -> None:
+    """Name -> the curves of its seeds; drawn as their mean with a band from the least to the largest."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    for name, seeds in curves.items():
+        steps = [step for step, _ in seeds[0]]
+        values = np.array([[value for _, value in seed] for seed in seeds])
+        (line,) = axes.plot(steps, values.mean(0), label=name, linewidth=1.6, marker="o", markersize=2.5)
+        axes.fill_between(steps, values.min(0), values.max(0), color=line.get_color(), alpha=0.18, linewidth=0)
+    best = max(value for seeds in curves.values() for seed in seeds for _, value in seed)
+    worst = min(min(value for _, value in seed[len(seed) // 4 :]) for seeds in curves.values() for seed in seeds)
+    axes.set_ylim(max(worst - 1, 0), best + 0.3)
+    axes.set(title=title, xlabel="step", ylabel=ylabel)
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(file, dpi=160)
+    plt.close(figure)

@@ -1,0 +1,89 @@
+"""What all tests share: one thread, fixed seeds, and three small helpers."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import hypothesis
+import pytest
+import torch
+from torch import nn
+
+import gft
+
+torch.set_num_threads(1)
+
+# Derandomized: a test fails for everyone or for no one.
+hypothesis.settings.register_profile("gft", deadline=None, derandomize=True, max_examples=40, database=None)
+hypothesis.settings.load_profile("gft")
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seed() -> None:
+    torch.manual_seed(20)
+
+
+@pytest.fixture
+def refuses() -> Callable[[type[Exception], str], AbstractContextManager[None]]:
+    """`with refuses(ValueError, "bits=1"):` the block raises exactly that kind of error, in one sentence."""
+
+    @contextmanager
+    def check(kind: type[Exception], match: str) -> Iterator[None]:
+        with pytest.raises(kind, match=match) as caught:
+            yield
+        message = str(caught.value)
+        assert caught.type is kind
+        assert "\n" not in message
+        assert ". " not in message
+        assert len(message) < 400
+
+    return check
+
+
+@pytest.fixture
+def rng_untouched() -> Callable[[], AbstractContextManager[None]]:
+    """`with rng_untouched():` the block neither reads nor moves torch's global generator."""
+
+    @contextmanager
+    def check() -> Iterator[None]:
+        before = torch.get_rng_state()
+        yield
+        assert torch.equal(torch.get_rng_state(), before)
+
+    return check
+
+
+class TinyNet(nn.Module):
+    """A float layer, two layers to quantize (named .mlp.), dropout, and a float head."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Linear(6, 24)
+        self.block = nn.ModuleDict({"mlp": nn.Sequential(nn.Linear(24, 33), nn.Tanh(), nn.Linear(33, 24, bias=False))})
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(24, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.embed(x))
+        return self.head(self.dropout(h + self.block["mlp"](h)))
+
+
+@pytest.fixture
+def tiny_net() -> Callable[..., nn.Module]:
+    """tiny_net(seed=0, bits=4, memory=True, dropout=0.0) -> a quantized TinyNet; bits=None leaves it in float."""
+
+    def build(seed: int = 0, bits: int | None = 4, memory: bool = True, dropout: float = 0.0) -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            model: nn.Module = TinyNet(dropout)
+            return model if bits is None else gft.quantize_(model, bits, lambda m, name: ".mlp." in name, memory=memory)
+
+    return build
+
+
+@pytest.fixture
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Eight batches of 16 samples that a TinyNet can learn."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(8, 16, 6, generator=generator)
+    y = (x @ torch.randn(6, 5, generator=generator)).argmax(-1)
+    return list(zip(x, y, strict=True))

@@ -1,0 +1,271 @@
+"""step.py: topk and rounding against the reference, and `optimizer.move`, which applies them to a stored weight."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gft import reference, step
+from gft.grid import SPACING, Grid
+from gft.optimizer import move
+from gft.philox import noise16
+from gft.vote import Ballot
+
+shapes = pytest.mark.parametrize("shape", [(1, 64), (63, 65), (257, 130)], ids="{0[0]}x{0[1]}".format)
+both_forms = pytest.mark.parametrize("memory", [False, True], ids=["packed", "memory"])
+both_rules = pytest.mark.parametrize("rule", ["topk", "rounding"])
+
+
+def noise_of(shape: tuple[int, ...], seed: int = 5) -> torch.Tensor:
+    return noise16(torch.Size(shape).numel(), seed=seed, step=1, stream=2).view(shape)
+
+
+def random_values(shape: tuple[int, ...], limit: int) -> torch.Tensor:
+    return torch.randint(-limit, limit + 1, shape, dtype=torch.int8)
+
+
+def random_votes(shape: tuple[int, ...], top: int = 40) -> torch.Tensor:
+    return torch.randint(-top, top + 1, shape, dtype=torch.int64 if top >= 2**31 else torch.int32)
+
+
+def assert_near_reference(new: torch.Tensor, expected: torch.Tensor) -> None:
+    """A move's float factors may differ in their last bit, which may turn one stochastic rounding in thousands."""
+    difference = (new.long() - expected.long()).abs()
+    assert int(difference.max()) <= 1
+    assert float((difference > 0).double().mean()) < 1e-3
+
+
+# ---------------------------------------------------------------------------------------------------- topk
+
+VOTES = {
+    "ties": lambda shape: random_votes(shape, 3),
+    "over 2^16": lambda shape: random_votes(shape, 2**20),
+    "over 2^32": lambda shape: random_votes(shape, 2**44),
+    "spread over 44 bits": lambda shape: random_votes(shape, 2**44) >> torch.randint(0, 44, shape),
+    "all equal": lambda shape: torch.full(shape, -7, dtype=torch.int32),
+    "all zero": lambda shape: torch.zeros(shape, dtype=torch.int32),
+    "one voter": lambda shape: torch.nn.functional.pad(torch.tensor([[5]]), (0, shape[1] - 1, 0, shape[0] - 1)),
+}
+
+
+@pytest.mark.parametrize("k", [0.001, 0.3, 1.0], ids="k={}".format)
+@pytest.mark.parametrize("kind", VOTES)
+@pytest.mark.parametrize("shape", [(1, 64), (63, 65)], ids="{0[0]}x{0[1]}".format)
+def test_topk_equals_the_reference(shape, kind, k):
+    values, votes, noise = random_values(shape, 3), VOTES[kind](shape), noise_of(shape)
+    expected = reference.topk(values.tolist(), votes.tolist(), noise.tolist(), k=k, p_min=0.02, largest=3)
+
+    bounds = step.topk_bounds(votes, k)
+    new = values if bounds is None else step.topk(values, votes, noise, bounds, 0.02, 1, 3)
+
+    assert (bounds is None) == (round(k * values.numel()) == 0)
+    assert new.dtype == torch.int8
+    assert new.tolist() == expected
+
+
+@given(st.data())
+def test_topk_equals_the_reference_for_any_votes(data):
+    rows, columns = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 7))
+    top = data.draw(st.sampled_from([1, 3, 70_000, 2**46]))
+    size = rows * columns
+
+    def matrix(low: int, high: int) -> torch.Tensor:
+        numbers = data.draw(st.lists(st.integers(low, high), min_size=size, max_size=size))
+        return torch.tensor(numbers).view(rows, columns)
+
+    values, votes, noise = matrix(-7, 7), matrix(-top, top), matrix(0, 65535)
+    k, p_min = data.draw(st.floats(0, 1)), data.draw(st.floats(0, 1))
+    expected = reference.topk(values.tolist(), votes.tolist(), noise.tolist(), k=k, p_min=p_min, largest=7)
+    bounds = step.topk_bounds(votes, k)
+    new = values if bounds is None else step.topk(values, votes, noise, bounds, p_min, 1, 7)
+    assert new.tolist() == expected
+
+
+@pytest.mark.parametrize("top", [5, 2**17, 2**45], ids="votes to {}".format)
+def test_topk_bounds_are_those_of_a_sort(top):
+    votes = random_votes((63, 65), top)
+    ordered = votes.abs().flatten().sort(descending=True).values
+    for count in (1, 2, 1000, 4094, 4095):
+        bounds = step.topk_bounds(votes, count / 4095)
+        assert (int(bounds.least), int(bounds.largest)) == (int(ordered[count - 1]), int(ordered[0]))
+
+
+def test_topk_of_k_zero_chooses_nothing():
+    assert step.topk_bounds(random_votes((63, 65)), 0.0) is None
+
+
+def test_topk_moves_a_whole_level_and_keeps_the_memory():
+    values, votes = torch.tensor([[-5, 5, 37, 100]], dtype=torch.int8), torch.tensor([[3, -3, 3, -3]])
+    new = step.topk(values, votes, torch.zeros(1, 4, dtype=torch.int32), step.topk_bounds(votes, 1.0), 0.1, 16, 112)
+    assert new.tolist() == [[-21, 21, 21, 112]]
+
+
+def test_topk_at_both_ends_of_p_min():
+    votes = torch.tensor([[1, -2, 3, -9]])
+    bounds = step.topk_bounds(votes, 1.0)
+    at_zero, at_one = step.chances(votes, bounds, 0.0), step.chances(votes, bounds, 1.0)
+    assert at_zero.tolist() == [[0, 65536 // 8, 65536 * 2 // 8, 65536]]
+    assert at_one.tolist() == [[65536] * 4]
+
+
+# ---------------------------------------------------------------------------------------------------- rounding
+
+
+@pytest.mark.parametrize("top", [1, 40, 30_000], ids="votes to {}".format)
+@pytest.mark.parametrize(("bits", "memory_bits"), [(2, 6), (4, 4), (3, 0), (8, 0)])
+@shapes
+def test_rounding_equals_the_reference(shape, bits, memory_bits, top):
+    if shape == (257, 130) and top != 40:
+        pytest.skip("one large case a width is enough for a loop in Python")
+    unit, largest = 2**memory_bits, 2 ** (bits - 1) - 1
+    values, votes, noise = random_values(shape, largest * unit), random_votes(shape, top), noise_of(shape)
+    expected = reference.rounding(values.tolist(), votes.tolist(), noise.tolist(), lr=0.37, memory_bits=memory_bits,
+                                  largest=largest)
+    new = step.rounding(values, votes, noise, step.rounding_factors(votes, 0.37, unit), largest * unit)
+    assert new.dtype == torch.int8
+    assert_near_reference(new, torch.tensor(expected))
+    assert not torch.equal(new, values)
+
+
+@given(st.data())
+def test_rounding_is_within_one_unit_of_the_reference_for_any_votes(data):
+    rows, columns = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 7))
+    top = data.draw(st.sampled_from([1, 50, 2**14]))
+    numbers = st.lists(st.integers(-top, top), min_size=rows * columns, max_size=rows * columns)
+    votes = torch.tensor(data.draw(numbers)).view(rows, columns)
+    lr = data.draw(st.floats(0.01, 1))
+    values, noise = random_values((rows, columns), 112), noise_of((rows, columns), seed=data.draw(st.integers(0, 99)))
+    if not votes.any():
+        expected = values  # the reference would divide by the mean of no votes
+    else:
+        expected = torch.tensor(reference.rounding(values.tolist(), votes.tolist(), noise.tolist(), lr=lr,
+                                                   memory_bits=4, largest=7))
+    new = step.rounding(values, votes, noise, step.rounding_factors(votes, lr, 16), 112)
+    assert int((new.long() - expected.long()).abs().max()) <= 1
+
+
+@pytest.mark.parametrize("unit", [1, 16])
+def test_rounding_moves_by_lr_times_u_in_the_mean_over_all_noise(unit):
+    votes = random_votes((6, 9))
+    factors = step.rounding_factors(votes, 0.23, unit)
+    every_noise = torch.arange(65536, dtype=torch.int32)[:, None].expand(-1, 9)
+    for row, expected in enumerate(reference.rounding_moves(votes.tolist(), 0.23)):
+        moved = step.rounding(torch.zeros(65536, 9, dtype=torch.int8), votes[row].expand(65536, 9), every_noise,
+                              factors._replace(row=factors.row[row : row + 1]), 127)
+        wanted = -unit * torch.tensor(expected, dtype=torch.float64)
+        assert torch.allclose(moved.double().mean(0), wanted, rtol=1e-6, atol=1.1 / 65536)
+
+
+def test_rounding_has_rms_move_lr_whatever_the_rows_and_columns_weigh():
+    votes = (torch.randn(257, 130) * torch.logspace(2, 4, 257)[:, None] * torch.logspace(-1, 1, 130)).int()
+    moved = step.rounding(torch.zeros(257, 130, dtype=torch.int8), votes, noise_of((257, 130)),
+                          step.rounding_factors(votes, 0.3, 16), 112).double() / 16
+    assert float(moved.square().mean().sqrt()) == pytest.approx(0.3, rel=0.05)
+    by_row, by_column = moved.square().mean(1).sqrt(), moved.square().mean(0).sqrt()
+    assert float(by_row.min()) > 0.15
+    assert float(by_column.min()) > 0.15
+
+
+def test_rounding_moves_no_weight_by_more_than_four_times_the_rms():
+    votes = torch.ones(63, 65, dtype=torch.int32)
+    votes[torch.arange(63), torch.arange(63)] = -10_000  # u far over 4
+    moved = step.rounding(torch.zeros(63, 65, dtype=torch.int8), votes, noise_of((63, 65)),
+                          step.rounding_factors(votes, 0.5, 16), 112)
+    assert int(moved.max()) == 4 * 0.5 * 16
+
+
+def test_rounding_leaves_silent_rows_columns_and_layers_alone():
+    values, votes = random_values((9, 12), 100), random_votes((9, 12))
+    votes[4], votes[:, 7] = 0, 0
+    new = step.rounding(values, votes, noise_of((9, 12)), step.rounding_factors(votes, 0.9, 16), 112)
+    assert torch.equal(new[4], values[4])
+    assert torch.equal(new[:, 7], values[:, 7])
+    assert not torch.equal(new, values)
+    nothing = torch.zeros_like(votes)
+    new = step.rounding(values, nothing, noise_of((9, 12)), step.rounding_factors(nothing, 0.9, 16), 112)
+    assert torch.equal(new, values)
+
+
+@pytest.mark.parametrize("shift", [1, 20, 40], ids="votes · 2^{}".format)
+def test_rounding_depends_on_the_proportions_of_votes_alone(shift):
+    values, votes, noise = random_values((63, 65), 112), random_votes((63, 65), 1000).long(), noise_of((63, 65))
+    one, other = (step.rounding(values, v, noise, step.rounding_factors(v, 0.3, 16), 112)
+                  for v in (votes, votes << shift))
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("top", [2**20, 2**36, 2**50], ids="votes to {}".format)
+def test_rounding_of_large_votes_equals_the_reference(top):
+    values, votes, noise = random_values((63, 65), 112), random_votes((63, 65), top), noise_of((63, 65))
+    expected = reference.rounding(values.tolist(), votes.tolist(), noise.tolist(), lr=0.2, memory_bits=4, largest=7)
+    new = step.rounding(values, votes, noise, step.rounding_factors(votes, 0.2, 16), 112)
+    # Beyond 15 bits votes are shifted for their row and column sums: a relative error of about 2^-15 in the moves.
+    assert int((new.long() - torch.tensor(expected)).abs().max()) <= 1
+    assert float((new != torch.tensor(expected)).double().mean()) < 5e-3
+
+
+# ---------------------------------------------------------------------------------------------------- both rules
+
+
+@pytest.mark.parametrize("bits", range(2, 9), ids="{}bit".format)
+@both_forms
+@both_rules
+def test_rules_stay_on_the_grid_and_move_something(rule, memory, bits):
+    kept = Grid(bits, 63, 65, memory)
+    values, votes, noise = random_values((63, 65), kept.limit), random_votes((63, 65)), noise_of((63, 65))
+    if rule == "topk":
+        new = step.topk(values, votes, noise, step.topk_bounds(votes, 0.6), 0.05, kept.unit, kept.limit)
+    else:
+        new = step.rounding(values, votes, noise, step.rounding_factors(votes, 0.8, kept.unit), kept.limit)
+    assert int(new.abs().max()) <= kept.limit
+    assert int(kept.value_levels(new).abs().max()) <= 2 ** (bits - 1) - 1
+    assert not torch.equal(kept.value_levels(new), kept.value_levels(values))
+    moved_against = (values.long() - new.long()) * votes.sign()
+    assert float((moved_against >= 0).double().mean()) > 0.85
+
+
+@both_rules
+def test_rules_give_the_same_in_row_blocks(rule):
+    values, votes, noise = random_values((257, 130), 112), random_votes((257, 130)), noise_of((257, 130))
+    bounds, factors = step.topk_bounds(votes, 0.4), step.rounding_factors(votes, 0.3, 16)
+
+    def on(rows: slice) -> torch.Tensor:
+        if rule == "topk":
+            return step.topk(values[rows], votes[rows], noise[rows], bounds, 0.01, 16, 112)
+        return step.rounding(values[rows], votes[rows], noise[rows], factors._replace(row=factors.row[rows]), 112)
+
+    blocks = [on(slice(start, start + 50)) for start in range(0, 257, 50)]
+    assert torch.equal(torch.cat(blocks), on(slice(None)))
+
+
+@both_forms
+@both_rules
+@pytest.mark.parametrize("shape", [(1, 64), (63, 65), (257, 1030)], ids="{0[0]}x{0[1]}".format)  # the last in 3 blocks
+def test_move_equals_the_rule_on_the_whole_matrix(shape, rule, memory):
+    kept = Grid(3, *shape, memory)
+    old, votes = random_values(shape, kept.limit), random_votes(shape)
+    weight = kept.from_values(old).clone()
+    weight.grid = kept
+    ballot = Ballot(vote="int8", sample="token", mask="none", seed=91, layer=4, step=17, votes=votes)
+
+    flips = move(weight, ballot, 2, lr=0.45, rule=rule, p_min=0.03)
+
+    noise = noise16(votes.numel(), seed=91, step=17, stream=3 * 4, call=2).view(shape)
+    if rule == "topk":
+        expected = step.topk(old, votes, noise, step.topk_bounds(votes, 0.45), 0.03, kept.unit, kept.limit)
+    else:
+        factors = step.rounding_factors(votes, 0.45 * SPACING[4] / SPACING[3], kept.unit)
+        expected = step.rounding(old, votes, noise, factors, kept.limit)
+    assert torch.equal(kept.values(weight), expected)
+    assert int(flips) == int((kept.levels(weight) != kept.value_levels(old)).sum()) > 0
+
+
+@both_rules
+def test_move_at_lr_zero_changes_nothing(rule):
+    kept = Grid(4, 63, 65, memory=True)
+    weight = random_values((63, 65), kept.limit)
+    weight.grid = kept
+    before = weight.clone()
+    ballot = Ballot(vote="sign", sample="token", mask="none", seed=1, layer=0, votes=random_votes((63, 65)))
+    assert int(move(weight, ballot, 0, lr=0.0, rule=rule, p_min=0.5)) == 0
+    assert torch.equal(weight, before)
