@@ -55,7 +55,7 @@ def recipes(as_json: Annotated[bool, typer.Option("--json", help="All fields, fo
 def train_command(recipe: str, steps: int | None = None, seed: int = 0, device: Device = "auto",
                   out: Annotated[Path | None, typer.Option(help="Run folder; runs/RECIPE-seed-S if not given.")] = None,
                   resume: Annotated[bool, typer.Option(help="Go on with the run in the folder.")] = False,
-                  checkpoint_every: Annotated[int | None, typer.Option(min=1, help="Steps; once a minute if not given.")] = None,
+                  checkpoint_every: Annotated[int | None, typer.Option(min=1, help="Steps; else once a minute.")] = None,
                   tensorboard: bool = True, settings: Settings = []) -> None:  # noqa: B006  (typer copies it)
     """Train one recipe."""
     chosen = find(recipe).changed(settings + ([] if steps is None else [f"steps={steps}"]))
@@ -102,7 +102,8 @@ def data_list() -> None:
     """Say where data is looked for and what is there."""
     console.print(f"Data folder: {datasets.data_folder()} (set GFT_DATA to change it)")
     found = datasets.find_mnist()
-    console.print("  mnist   " + (f"in {next(iter(found.values())).parent}" if found else "missing; run: gft data fetch mnist"))
+    where = f"in {next(iter(found.values())).parent}" if found else "missing; run: gft data fetch mnist"
+    console.print(f"  mnist   {where}")
     console.print("  digits  comes with scikit-learn")
 
 

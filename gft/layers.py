@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.nn.modules.utils import _pair
 
 from gft import grid
@@ -145,9 +146,10 @@ class _QuantLayer(nn.Module):
     def _plain_product(self, x: Tensor) -> Tensor:
         return self.product(x, self.levels().to(x.dtype)) * self.scale.to(x.dtype)
 
-    # A graph break: the votes of backward live in Python, outside any traced graph. What lies between the quantized
-    # layers is compiled as usual.
-    @torch.compiler.disable
+    # A graph break under torch.compile: the votes of backward live in Python, outside any traced graph. What lies between
+    # the quantized layers is compiled as usual. torch.compiler.disable would do the same, but imports the whole compiler,
+    # seconds of it, with gft; this one, which torch's own optimizers use, waits for the first call.
+    @_disable_dynamo
     def _voting_product(self, x: Tensor) -> Tensor:
         if self._anchor is None or self._anchor.device != x.device:
             self._anchor = torch.empty(0, device=x.device, requires_grad=True)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from gft import kernels
 from gft import step as rules
-from gft.grid import SPACING, Grid, field_bits, largest_level
+from gft.grid import Grid, field_bits, largest_level
 from gft.philox import noise16
 from gft.vote import CODES, MASKS, SAMPLES, Ballot
 
@@ -32,9 +32,9 @@ RUNNING = ("x_rms", "delta_rms")
 class GFT(Optimizer):
     """Trains the integer weights of `gft.quantized(model)` by votes.
 
-    lr: For rule "rounding" the rms move of a weight a step, in levels of a 4-bit grid; other widths are scaled by their
-        spacing, so that the same lr moves the float weight equally far. At 0 nothing moves; near 1 a weight crosses
-        the grid in a few steps and training never settles. For rule "topk" it is the paper's k, the fraction of
+    lr: For rule "rounding" the rms move of a weight a step, in levels, for a 4-bit layer of 128 inputs; other bits and
+        widths are scaled so that the same lr suits them (step.levels_a_step). At 0 nothing moves; near 1 a weight
+        crosses the grid in a few steps and training never settles. For rule "topk" it is the paper's k, the fraction of
         weights that may move: at 0 none, at 1 all. Let a scheduler bring it to 0 in both.
     rule: "rounding" (every weight moves by the stochastic rounding of its share) or "topk" (the paper's).
     vote: "int8", "int4", "ternary" (unbiased small integers) or "sign" (the paper's, free of the error's size).
@@ -47,7 +47,7 @@ class GFT(Optimizer):
         `step` then only counts. Each micro-batch moves the weights by itself.
     """
 
-    def __init__(self, params: Iterable[Any], lr: float = 0.3, rule: str = "rounding", vote: str = "int8", *,
+    def __init__(self, params: Iterable[Any], lr: float = 0.2, rule: str = "rounding", vote: str = "int8", *,
                  sample: str = "token", mask: str = "none", p_min: float = 0.001, seed: int = 0,
                  in_backward: bool = False) -> None:
         self._weights = 0  # how many were ever added: the next one's number in the random streams
@@ -166,7 +166,7 @@ def move(weight: Tensor, ballot: Ballot, call: int, *, lr: float, rule: str, p_m
     if rule == "topk":
         bounds = rules.topk_bounds(votes, lr)
     elif lr > 0:
-        factors = rules.rounding_factors(votes, lr * SPACING[4] / SPACING[grid.bits], grid.unit)
+        factors = rules.rounding_factors(votes, rules.levels_a_step(lr, grid.bits, grid.columns), grid.unit)
     if bounds is None and factors is None:
         return flips
     stream = ballot.stream(0, call)

@@ -23,6 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gft.grid import SPACING
+
 ONE = 65536  # chance 1, and one stored value, in 16-bit fixed point
 CLIP = 4.0  # no weight moves by more than 4 times the rms move
 
@@ -38,14 +40,16 @@ class TopK(NamedTuple):
 
 
 def _kth_largest(sizes: Tensor,  # any shape, integers >= 0
+                 largest: int,
                  count: int) -> Tensor:  # scalar int64
     """The count-th largest of `sizes`, by histograms of 16 bits at a time: no sort, exact for any integer."""
-    sizes = sizes.reshape(-1).to(torch.int64)
+    sizes = sizes.reshape(-1)
     found = torch.zeros((), dtype=torch.int64, device=sizes.device)
     remaining = torch.tensor(count, dtype=torch.int64, device=sizes.device)
-    digits = max(1, -(-int(sizes.max()).bit_length() // 16))
+    digits = max(1, -(-largest.bit_length() // 16))
     for digit in reversed(range(digits)):
-        bins = (sizes >> (16 * digit)) & 0xFFFF
+        # Sign votes have one digit, and it is the size itself: the passes of the general case are spared.
+        bins = sizes if digits == 1 else (sizes >> (16 * digit)) & 0xFFFF
         if digit < digits - 1:
             bins = bins[(sizes >> (16 * (digit + 1))) == found]
         at_least = torch.bincount(bins, minlength=1).flip(0).cumsum(0)  # from the largest bin down
@@ -62,7 +66,8 @@ def topk_bounds(votes: Tensor, k: float) -> TopK | None:
     if count == 0:
         return None
     sizes = votes.abs()
-    return TopK(_kth_largest(sizes, count), sizes.max().to(torch.int64))
+    largest = sizes.max().to(torch.int64)
+    return TopK(_kth_largest(sizes, int(largest), count), largest)
 
 
 def chances(votes: Tensor,  # some rows of beta
@@ -116,6 +121,19 @@ def _squares(votes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     small = (votes >> shift.to(votes.dtype)).to(torch.int32)
     squares = small * small
     return squares.sum(1, dtype=torch.int64), squares.sum(0, dtype=torch.int64), shift
+
+
+REFERENCE_INPUTS = 128  # at which lr is the rms move in levels of a 4-bit grid
+
+
+def levels_a_step(lr: float, bits: int, inputs: int) -> float:
+    """lr -> the rms move of a weight in levels of its own grid.
+
+    The same lr is meant to change a layer's output equally much whatever its width and bits. A coarser grid has larger
+    levels: divide by its spacing. And moves that agree with x add up over the inputs while the weights themselves add
+    up at random, so relative to its output a layer moves sqrt(inputs) times faster: divide by that, too.
+    """
+    return lr * SPACING[4] / SPACING[bits] * min(1.0, math.sqrt(REFERENCE_INPUTS / inputs))
 
 
 def rounding_factors(votes: Tensor,  # (out, in)

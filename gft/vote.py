@@ -64,7 +64,8 @@ def quantize(values: Tensor,  # (n, features) float
     values = torch.where(torch.isfinite(values), values, 0)
     if vote == "sign":
         return values.sign().to(torch.int8)
-    assert rms is not None and noise is not None
+    assert rms is not None
+    assert noise is not None
     top = code.largest * 65536
     # Fixed point with 16 fraction bits: one rounding of one product, then integers only (no add a GPU could fuse).
     fixed = (values.float() * fixed_point_factor(code, rms)).clamp_(-top, top).to(torch.int32)

@@ -1,5 +1,6 @@
 """What all tests share: one thread, fixed seeds, and three small helpers."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
@@ -8,13 +9,24 @@ import pytest
 import torch
 from torch import nn
 
-import gft
+# Before gft, and with it torch's compiler, imports Triton: without a GPU its kernels run through the interpreter.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import gft  # noqa: E402
 
 torch.set_num_threads(1)
 
 # Derandomized: a test fails for everyone or for no one.
 hypothesis.settings.register_profile("gft", deadline=None, derandomize=True, max_examples=40, database=None)
 hypothesis.settings.load_profile("gft")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 @pytest.fixture(autouse=True)

@@ -143,7 +143,8 @@ def test_flipped_byte_in_the_tensors_is_refused(where, run, tmp_path, refuses):
     assert equal(run.snapshot(), before)
 
 
-@pytest.mark.parametrize(("part", "flipped"), [("300", 0), ("pairs", 2), ("crc32", 1), ("gft-checkpoint-1", 4), ("shape", 0)],
+@pytest.mark.parametrize(("part", "flipped"), [("300", 0), ("pairs", 2), ("crc32", 1), ("gft-checkpoint-1", 4),
+                                               ("shape", 0)],
                          ids=["the step", "the structure", "the checksum", "the format", "the shapes"])
 def test_flipped_bit_in_the_header_is_refused(part, flipped, run, tmp_path):
     """The step, the schedule and the structure are as much a part of the run as its tensors."""

@@ -1,6 +1,7 @@
 """vote.py: x and delta become small integers, and their product is exact."""
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -92,18 +93,28 @@ def test_sign_votes_of_four_micro_batches_equal_those_of_one_batch():
 # ---------------------------------------------------------------------------------------------------- stochastic
 
 
-@pytest.mark.parametrize("kind", STOCHASTIC)
-def test_quantize_is_unbiased_over_all_noise(kind):
+@pytest.mark.parametrize(("kind", "per_rms"), [("ternary", 1 / 2.5), ("int4", 7 / 4), ("int8", 127 / 4)])
+def test_quantize_is_unbiased_over_all_noise(kind, per_rms):
     rms = torch.tensor([0.5, 2.0, 3e-6, 1e4, 1.0])
     values = rms * torch.tensor([0.3, -1.7, 0.001, 2.2, -0.6])
     every_noise = torch.arange(65536, dtype=torch.int32)[:, None].expand(-1, 5)
 
     q = vote.quantize(values.expand(65536, 5), kind, rms, every_noise.contiguous())
 
-    expected = values / rms * CODES[kind].largest / CODES[kind].reach
+    expected = values / rms * per_rms
     # Fixed point cuts off at most 1/65536; float32 carries 7 digits.
     assert torch.allclose(q.double().mean(0), expected.double(), rtol=1e-6, atol=1.01 / 65536)
     assert (q.double() - expected).abs().max() < 1
+
+
+def test_quantize_rounds_as_the_reference_does():
+    values, noise = 2 * torch.randn(7, 31), noise16(7 * 31, seed=1, step=2, stream=3)
+    values[:, 0], noise[::31] = 0.6 / (127 / 4 * 65536), 65535  # less than one step of the fixed point: cut off, not up
+    fixed = values * (127 / 4 * 65536)  # one float32 product, cut off: what follows is exact
+    expected = [reference.stochastic_round(Fraction(int(a), 65536), n)
+                for a, n in zip(fixed.flatten().tolist(), noise.tolist(), strict=True)]
+    q = vote.quantize(values, "int8", torch.ones(31), noise)
+    assert q.flatten().tolist() == [max(-127, min(127, e)) for e in expected]
 
 
 @pytest.mark.parametrize("kind", STOCHASTIC)
@@ -209,16 +220,15 @@ def test_ballot_goes_over_to_int64_before_many_micro_batches_overflow():
     assert ballot.votes.tolist() == [[2**31 - 5 + 2 * 127**2] * 4] * 3
 
 
-def test_ballot_counts_the_pieces_of_one_large_batch_in_int64():
+@pytest.mark.parametrize("groups", [[slice(0, 3)], [slice(0, 2), slice(2, 3)]], ids=["one group", "two groups"])
+def test_ballot_counts_the_pieces_of_one_large_batch_in_int64(groups):
     """A convolution's batch comes in pieces, none of which need overflow by itself."""
     half = 70_000  # 2 · 70,000 · 127² > 2^31
     ballot = ballot_of("int8", x_rms=torch.ones(2), delta_rms=torch.ones(3))
     x = torch.full((half, 2), 127, dtype=torch.int8)
-    for rows in (slice(None), slice(0, 3)):
-        ballot.discard()
-        ballot.cast(lambda q, rows=rows: [(rows, x, q[:half, rows]), (rows, x, q[half:, rows])], None,
-                    torch.full((2 * half, 3), 100.0), torch.zeros(3, 2, dtype=torch.int8), 1, 0)
-        assert ballot.votes.tolist() == [[2 * half * 127**2] * 2] * 3
+    ballot.cast(lambda q: [(rows, x, part[:, rows]) for part in q.split(half) for rows in groups], None,
+                torch.full((2 * half, 3), 100.0), torch.zeros(3, 2, dtype=torch.int8), 1, 0)
+    assert ballot.votes.tolist() == [[2 * half * 127**2] * 2] * 3
 
 
 # -------------------------------------------------------------------------------------------- one voice a sequence

@@ -75,7 +75,7 @@ def _move_kernel(stored, votes, row_factor, column_factor, least, largest, flips
         column = byte_column * PER_BYTE + place
         live = inside & (column < columns)
         element = row * columns + column
-        if PACKED:
+        if PACKED:  # noqa: SIM108  (a constexpr branch)
             old = ((raw >> (WIDTH * place)) & ((1 << WIDTH) - 1)) - TOP_LEVEL
         else:
             old = raw

@@ -1,7 +1,7 @@
 """Live progress on the terminal, for one run or many."""
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from gft.lab import train
 
@@ -13,9 +13,10 @@ class Bars:
 
     def __init__(self) -> None:
         self._progress = Progress(
-            TextColumn("{task.description:<32}"), BarColumn(bar_width=28), TextColumn("{task.completed:>5.0f}/{task.total:.0f}"),
+            TextColumn("{task.description:<24}"), BarColumn(bar_width=None),
+            TextColumn("{task.completed:>5.0f}/{task.total:.0f}"),
             TextColumn("loss {task.fields[loss]:>7}"), TextColumn("val {task.fields[val]:>6}"),
-            TimeElapsedColumn(), TimeRemainingColumn(), console=console)
+            TimeElapsedColumn(), console=console)
         self._tasks: dict[str, TaskID] = {}
 
     def __enter__(self) -> "Bars":

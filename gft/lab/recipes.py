@@ -34,7 +34,8 @@ class Recipe:
     depth: int = 5
     norm: str = "batch"
     activation: str = "relu"
-    dropout: float = 0.0
+    dropout: float = 0.0  # after each hidden layer
+    input_dropout: float = 0.0
 
     # which of its layers are integers, and how they are kept
     quantize: str = "none"  # none, hidden (all but the first and last), all
@@ -47,7 +48,7 @@ class Recipe:
     vote: str = "int8"
     sample: str = "token"
     mask: str = "none"
-    lr: float = 0.3
+    lr: float = 0.2
     p_min: float = 0.001
 
     # how the rest learns: AdamW's arguments
@@ -63,7 +64,7 @@ class Recipe:
         for key in ("steps", "batch", "width"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key}={getattr(self, key)}: give at least 1")
-        if not self.dense_lr >= 0 or not 0 <= self.dropout < 1 or self.warmup < 0:
+        if not self.dense_lr >= 0 or not 0 <= self.dropout < 1 or not 0 <= self.input_dropout < 1 or self.warmup < 0:
             raise ValueError(f"dense_lr={self.dense_lr}, dropout={self.dropout}, warmup={self.warmup}: rates must not be "
                              "negative, dropout lies between 0 and 1")
 

@@ -52,7 +52,8 @@ class Progress:
 
 def build_model(recipe: Recipe, data: datasets.Dataset) -> nn.Module:
     """The recipe's network, with the layers it names put on the grid."""
-    model = DNN(data.inputs, data.classes, recipe.width, recipe.depth, recipe.norm, recipe.activation, recipe.dropout)
+    model = DNN(data.inputs, data.classes, recipe.width, recipe.depth, recipe.norm, recipe.activation, recipe.dropout,
+                recipe.input_dropout)
     outer = ("layers.0", f"layers.{recipe.depth - 1}")
     if recipe.quantize != "none":
         gft.quantize_(model, recipe.bits, lambda _, name: recipe.quantize == "all" or name not in outer,
