@@ -32,9 +32,14 @@ class CheckpointError(ValueError):
 def flatten(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     """A nest of dicts, lists, tuples, numbers, strings and tensors -> JSON, with its tensors put into `tensors`."""
     if isinstance(value, Tensor):
+        while name in tensors:  # "a.b" and "a" -> "b" spell the same
+            name += "'"
         tensors[name] = value.detach().contiguous()
         return {"tensor": name}
     if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, (str, int, float)) and key is not None:
+                raise TypeError(f"{name} has the key {key!r}, which a checkpoint cannot keep; use strings and numbers")
         # Pairs, since JSON would turn the integer keys of an optimizer's state into strings.
         return {"pairs": [[key, flatten(item, f"{name}.{key}", tensors)] for key, item in value.items()]}
     if isinstance(value, (list, tuple)):
@@ -59,9 +64,9 @@ def unflatten(node: Any, tensors: Mapping[str, Tensor]) -> Any:
     return content
 
 
-def checksum(tensors: Mapping[str, Tensor]) -> int:
+def checksum(tensors: Mapping[str, Tensor], structure: str) -> int:
     """CRC-32 over all tensors' bytes, in the order of their names."""
-    crc = 0
+    crc = zlib.crc32(structure.encode())
     for name in sorted(tensors):
         data = tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         crc = zlib.crc32(data.numpy().tobytes(), zlib.crc32(name.encode(), crc))
@@ -108,7 +113,8 @@ def save_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
         if tensor.data_ptr() in seen and tensor.numel():
             tensors[name] = tensor.clone()
         seen.add(tensor.data_ptr())
-    metadata = {"format": FORMAT, "structure": json.dumps(structure), "crc32": str(checksum(tensors))}
+    text = json.dumps(structure)
+    metadata = {"format": FORMAT, "structure": text, "crc32": str(checksum(tensors, text))}
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
     try:
         save_file(tensors, unfinished, metadata)
@@ -135,12 +141,23 @@ def read_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> dic
     if metadata.get("format") != FORMAT:
         raise CheckpointError(f"{path} is a safetensors file but not a checkpoint of gft; load it with "
                               "safetensors.torch.load_file")
-    if str(checksum(tensors)) != metadata["crc32"]:
+    if str(checksum(tensors, metadata.get("structure", ""))) != metadata.get("crc32"):
         raise CheckpointError(f"{path} is damaged (its checksum does not match); restore it from a copy, or start the "
                               "run anew in another folder")
     tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
     content = {key: unflatten(node, tensors) for key, node in json.loads(metadata["structure"]).items()}
     return content
+
+
+def _check_fits(path: str | Path, model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Refuse another model's checkpoint before the first tensor is copied."""
+    own = model.state_dict()
+    for name in sorted(own.keys() ^ state.keys()):
+        raise CheckpointError(f"{path} is of another model: {name} is only in the {'model' if name in own else 'file'}")
+    for name, tensor in own.items():
+        mine, stored = (f"{t.dtype} {tuple(t.shape)}" for t in (tensor, state[name]))
+        if mine != stored:
+            raise CheckpointError(f"{path} is of another model: {name} is {stored} in the file and {mine} in the model")
 
 
 def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None,
@@ -150,6 +167,7 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
     for key, target in (("optimizer", optimizer), ("scheduler", scheduler)):
         if target is not None and content[key] is None:
             raise CheckpointError(f"{path} holds no {key} state; load it without one")
+    _check_fits(path, model, content["model"])
     model.load_state_dict(content["model"])
     if optimizer is not None:
         optimizer.load_state_dict(content["optimizer"])

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.nn.modules.utils import _pair
+from torch.nn.utils import skip_init
 
 from gft import grid
 from gft.grid import STARTS, Grid, levels_of
@@ -34,14 +35,13 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor, weight: Tensor, scale: Tensor, layer: "_QuantLayer") -> Tensor:
-        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-        y = layer.product(x.to(dtype), layer.levels().to(dtype)) * scale.to(dtype)
+        y = layer.scaled_product(x)
         ctx.layer, ctx.x_shape, ctx.x_dtype = layer, x.shape, x.dtype
         # Not asked of ctx.needs_input_grad: the anchor always does, and evaluation under no_grad never comes here.
         ctx.ballot = ballot = layer.ballot if x.numel() else None
         kept, square = None, None
         if ballot is not None:
-            ctx.call, ctx.sequence = ballot.next_call(), layer.sequence_length(x, y)
+            ctx.call, ctx.sequence = ballot.call, layer.sequence_length(x, y)
             q, square = ballot.quantize_x(layer.features_last(x, layer.inputs), ctx.sequence, ctx.call)
             ctx.kept_columns, ctx.kept_bits = q.shape[1], CODES[ballot.vote_for(ctx.sequence)].bits
             kept = grid.pack(q, ctx.kept_bits)
@@ -66,7 +66,7 @@ class _Product(torch.autograd.Function):
             # After delta_x: the error that flows down belongs to the weights of the forward pass.
             if ctx.ballot.on_votes is not None:
                 ctx.ballot.on_votes(layer.weight)
-        elif layer.training:
+        elif layer.training and layer.ballot is None:
             layer.warn_untrained()
         return delta_x, None, None, None, None
 
@@ -81,7 +81,7 @@ class _QuantLayer(nn.Module):
     def __init__(self, float_shape: tuple[int, ...], bits: int, bias: bool, memory: bool, init: str,
                  device: torch.device | str | None, dtype: torch.dtype | None) -> None:
         super().__init__()
-        if init not in STARTS:
+        if init not in (*STARTS, "unset"):
             raise ValueError(f"init={init!r}: choose one of {', '.join(STARTS)}")
         rows = float_shape[0]
         columns = 1
@@ -90,7 +90,10 @@ class _QuantLayer(nn.Module):
         self.bits, self.memory = grid.check_bits(bits), bool(memory)
         self.float_shape = float_shape
         self.grid = Grid(bits, rows, columns, self.memory)
-        levels, scale = STARTS[init](rows, columns, bits, device)
+        if init == "unset":  # about to be filled by from_float, which draws nothing from torch's generator
+            levels, scale = torch.zeros(rows, columns, dtype=torch.int8, device=device), torch.ones((), device=device)
+        else:
+            levels, scale = STARTS[init](rows, columns, bits, device)
         self.weight = nn.Parameter(self.grid.store(levels), requires_grad=False)
         self.register_buffer("scale", scale.float())
         self.bias = nn.Parameter(torch.zeros(rows, device=device, dtype=dtype)) if bias else None
@@ -140,11 +143,13 @@ class _QuantLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not torch.is_floating_point(x):
             raise TypeError(f"{type(self).__name__} takes a float input, not {x.dtype}; convert it with x.float()")
-        y = self._voting_product(x) if torch.is_grad_enabled() else self._plain_product(x)
+        y = self._voting_product(x) if torch.is_grad_enabled() else self.scaled_product(x)
         return y if self.bias is None else y + self._shaped_bias().to(y.dtype)
 
-    def _plain_product(self, x: Tensor) -> Tensor:
-        return self.product(x, self.levels().to(x.dtype)) * self.scale.to(x.dtype)
+    def scaled_product(self, x: Tensor) -> Tensor:
+        """scale · product(x, levels), in autocast's type if it is on. The levels are exact in any float type."""
+        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        return self.product(x.to(dtype), self.levels().to(dtype)) * self.scale.to(dtype)
 
     # A graph break under torch.compile: the votes of backward live in Python, outside any traced graph. What lies between
     # the quantized layers is compiled as usual. torch.compiler.disable would do the same, but imports the whole compiler,
@@ -154,7 +159,7 @@ class _QuantLayer(nn.Module):
         if self._anchor is None or self._anchor.device != x.device:
             self._anchor = torch.empty(0, device=x.device, requires_grad=True)
         if self.ballot is None and not (x.requires_grad or self.training):
-            return self._plain_product(x)
+            return self.scaled_product(x)
         return _Product.apply(x, self._anchor, self.weight, self.scale, self)  # type: ignore[no-any-return]
 
     def warn_untrained(self) -> None:
@@ -215,12 +220,13 @@ class QuantLinear(_QuantLayer):
     def from_float(cls, linear: nn.Linear, bits: int = 4, *, memory: bool = True, init: str = "keep") -> "QuantLinear":
         """The layer on the grid nearest to `linear`; its bias is taken over as it is. init="paper" starts anew."""
         layer = cls(linear.in_features, linear.out_features, bits, False, memory=memory,
-                    init="variance" if init == "keep" else init, device=linear.weight.device)
+                    init="unset" if init == "keep" else init, device=linear.weight.device)
         return _take_over(layer, linear, init)
 
     def to_float(self) -> nn.Linear:
         """An nn.Linear with the float values used in forward."""
-        linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device=self.weight.device)
+        linear = skip_init(nn.Linear, self.in_features, self.out_features, self.bias is not None,
+                           device=self.weight.device)
         return _give_back(self, linear)
 
     def product(self, x: Tensor, levels: Tensor) -> Tensor:
@@ -279,14 +285,14 @@ class QuantConv2d(_QuantLayer):
         if conv.padding_mode != "zeros":
             raise ValueError(f"padding_mode={conv.padding_mode!r}: QuantConv2d pads with zeros only; leave this layer out")
         layer = cls(conv.in_channels, conv.out_channels, conv.kernel_size, bits, conv.stride, conv.padding,  # type: ignore[arg-type]
-                    conv.dilation, conv.groups, memory=memory, init="variance" if init == "keep" else init,  # type: ignore[arg-type]
+                    conv.dilation, conv.groups, memory=memory, init="unset" if init == "keep" else init,  # type: ignore[arg-type]
                     device=conv.weight.device)
         return _take_over(layer, conv, init)
 
     def to_float(self) -> nn.Conv2d:
         """An nn.Conv2d with the float values used in forward."""
-        conv = nn.Conv2d(self.in_channels, self.out_channels, self.kernel_size, self.stride, self.padding, self.dilation,
-                         self.groups, self.bias is not None, device=self.weight.device)
+        conv = skip_init(nn.Conv2d, self.in_channels, self.out_channels, self.kernel_size, self.stride, self.padding,
+                         self.dilation, self.groups, self.bias is not None, device=self.weight.device)
         return _give_back(self, conv)
 
     @property

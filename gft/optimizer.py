@@ -5,11 +5,12 @@ moves. There is no other state than the votes' running scales, one float a featu
 """
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from gft import kernels
@@ -27,6 +28,7 @@ PAPER: Mapping[str, Any] = {"lr": 0.75, "rule": "topk", "vote": "sign", "sample"
 # Elements a rule works on at once: on the CPU its dozen passes stay in the cache, on a GPU its scratch stays bounded.
 AT_ONCE = {"cpu": 1 << 17, "cuda": 1 << 26}
 RUNNING = ("x_rms", "delta_rms")
+GPU_STEPS_BETWEEN_REPORTS = 100
 
 
 class GFT(Optimizer):
@@ -51,6 +53,7 @@ class GFT(Optimizer):
                  sample: str = "token", mask: str = "none", p_min: float = 0.001, seed: int = 0,
                  in_backward: bool = False) -> None:
         self._weights = 0  # how many were ever added: the next one's number in the random streams
+        self._steps = self._reported = 0  # for the report of errors that are not finite
         defaults = {"lr": lr, "rule": rule, "vote": vote, "sample": sample, "mask": mask, "p_min": p_min, "seed": seed,
                     "in_backward": in_backward, "step": 0}
         super().__init__(params, defaults)
@@ -84,9 +87,14 @@ class GFT(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # also the last act of load_state_dict
+        self.check()
+        for group in self.param_groups:
+            self._attach(group)
+
+    def check(self) -> None:
+        """Raise if a group's settings, which a scheduler or a user may have changed, make no sense."""
         for group in self.param_groups:
             check_settings(group)
-            self._attach(group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the votes cast since the last step."""
@@ -100,8 +108,7 @@ class GFT(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            check_settings(group)
+        self.check()
         for group in self.param_groups:
             for weight in group["params"]:
                 ballot: Ballot = weight.ballot
@@ -111,7 +118,20 @@ class GFT(Optimizer):
                 self.state[weight].update({which: getattr(ballot, which) for which in RUNNING
                                            if getattr(ballot, which) is not None})
             group["step"] += 1
+        self._report_not_finite()
         return loss
+
+    def _report_not_finite(self) -> None:
+        """Warn when more errors were NaN or inf than at the last look. On a GPU a look waits for it, so it is rare."""
+        self._steps += 1
+        on_cpu = all(weight.device.type == "cpu" for weight in self._all_weights())
+        if not on_cpu and self._steps % GPU_STEPS_BETWEEN_REPORTS:
+            return
+        count = self.not_finite()
+        if count > self._reported:
+            warnings.warn(f"{count - self._reported} errors (values of delta) were NaN or inf and cast no vote; lower the "
+                          "loss scale or the dense learning rate", stacklevel=4)
+        self._reported = count
 
     @torch.no_grad()
     def _move_in_backward(self, weight: Tensor) -> None:
@@ -229,7 +249,9 @@ class Hybrid(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Quantized weights go to the GFT part, others to the first part that is not one."""
         params = param_group["params"]
-        first = params if isinstance(params, nn.Parameter) else next(iter(params))
+        params = [params] if isinstance(params, Tensor) else list(params)
+        param_group = {**param_group, "params": params}
+        first = params[0][1] if isinstance(params[0], tuple) else params[0]
         wants_gft = isinstance(getattr(first, "grid", None), Grid)
         for optimizer in self.optimizers:
             if isinstance(optimizer, GFT) == wants_gft:
@@ -245,6 +267,9 @@ class Hybrid(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for optimizer in self.optimizers:  # before any part has moved
+            if isinstance(optimizer, GFT):
+                optimizer.check()
         for optimizer in self.optimizers:
             optimizer.step()
         return loss

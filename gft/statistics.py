@@ -31,7 +31,7 @@ def statistics(model: nn.Module, optimizer: GFT | Hybrid | None = None) -> dict[
         row: dict[str, Any] = {"histogram": shares, "zeros": shares[largest], "edges": shares[0] + shares[-1]}
         ballot = layer.ballot
         if ballot is not None and ballot.votes is not None and ballot.tokens:
-            most = ballot.tokens * ballot.code.largest**2
+            most = ballot.voices * ballot.code.largest**2
             row["margin"] = float(ballot.votes.abs().double().mean()) / most
         if "last_flips" in states.get(layer.weight, {}):
             row["flip_rate"] = int(states[layer.weight]["last_flips"]) / count

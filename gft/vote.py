@@ -47,6 +47,7 @@ CODES = {
 }
 SAMPLES = ("token", "sequence")
 MASKS = ("none", "literal")
+LARGEST_SQUARED = 1e15  # beyond it a value counts as this much in the rms: its square must fit float32
 RMS_DECAY = 0.9  # of the running mean square, a step
 SMALLEST_RMS = 1e-30  # of a feature that was always 0: its first value other than 0 counts in full
 
@@ -60,15 +61,15 @@ def quantize(values: Tensor,  # (n, features) float
              noise: Tensor | None = None) -> Tensor:  # values.numel() numbers 0..65535 -> int8 like values
     """q(values). What is NaN or inf casts no vote: q = 0."""
     code = CODES[vote]
-    # Flushed here and now, so that a stray NaN costs one sample's voice and not the running rms as well.
-    values = torch.where(torch.isfinite(values), values, 0)
     if vote == "sign":
-        return values.sign().to(torch.int8)
+        return torch.where(torch.isfinite(values), values.sign(), 0).to(torch.int8)
+    values = values.float()
+    values = torch.where(torch.isfinite(values), values, 0)
     assert rms is not None
     assert noise is not None
     top = code.largest * 65536
     # Fixed point with 16 fraction bits: one rounding of one product, then integers only (no add a GPU could fuse).
-    fixed = (values.float() * fixed_point_factor(code, rms)).clamp_(-top, top).to(torch.int32)
+    fixed = (values * fixed_point_factor(code, rms)).clamp_(-top, top).to(torch.int32)
     return fixed.add_(noise.view_as(fixed)).bitwise_right_shift_(16).to(torch.int8)
 
 
@@ -88,7 +89,7 @@ def quantize_by_stream(values: Tensor, vote: str, rms: Tensor, stream: Stream) -
 
 def mean_square(values: Tensor) -> Tensor:  # (n, features) -> (features,) float32
     """Mean square of each feature over what is finite."""
-    values = torch.where(torch.isfinite(values), values, 0).float()
+    values = torch.where(torch.isfinite(values), values, 0).float().clamp_(-LARGEST_SQUARED, LARGEST_SQUARED)
     return values.square_().mean(0)
 
 
@@ -125,8 +126,9 @@ def tally(x: Tensor,  # (n, in) int8
     votes: Tensor | None = None
     for start in range(0, tokens, at_once):
         some_x, some_delta = x[start : start + at_once], delta[start : start + at_once]
-        part = _int32_product(some_delta, some_x) if on_cuda else some_delta.float().t() @ some_x.float()
-        votes = part.to(dtype) if votes is None else votes.add_(part)
+        with torch.autocast(x.device.type, enabled=False):  # backward may run inside one, and bf16 sums are not exact
+            part = _int32_product(some_delta, some_x) if on_cuda else some_delta.float().t() @ some_x.float()
+        votes = part.to(dtype) if votes is None else votes.add_(part.to(dtype))
     return x.new_zeros(delta.shape[1], x.shape[1], dtype=dtype) if votes is None else votes
 
 
@@ -163,8 +165,8 @@ class Ballot:
     x_rms: Tensor | None = None  # (in,) running; None until the first batch
     delta_rms: Tensor | None = None  # (out,)
     votes: Tensor | None = None  # (out, in) int32 or int64
-    tokens: int = 0  # how many voted since the last step
-    calls: int = 0  # forward passes since the last step: tells micro-batches' noise apart
+    tokens: int = 0  # rows of the vote product since the last step
+    voices: int = 0  # samples that spoke: tokens, or sequences
     batches: int = 0  # backward passes since the last step
     squares: dict[str, Tensor] = field(default_factory=dict)  # sums of mean squares since the last step
     on_votes: Callable[[Tensor], None] | None = None  # called with the weight after each backward pass
@@ -177,9 +179,11 @@ class Ballot:
     def stream(self, purpose: int, call: int) -> Stream:
         return {"seed": self.seed, "step": self.step, "stream": 3 * self.layer + purpose, "call": call}
 
-    def next_call(self) -> int:
-        self.calls += 1
-        return self.calls - 1
+    @property
+    def call(self) -> int:
+        """Tells the noise of micro-batches apart. Counted in backward, since checkpointing runs forward twice and an
+        evaluation with grad enabled never comes back."""
+        return self.batches
 
     def speaks_per_sequence(self, sequence: int) -> bool:
         """One voice a sequence, sign(sum over its tokens), instead of one a token."""
@@ -197,9 +201,8 @@ class Ballot:
         if vote == "sign":
             return quantize(values, vote), None
         square = mean_square(values)
-        if getattr(self, which) is None:
-            setattr(self, which, square.sqrt())
-        return quantize_by_stream(values, vote, getattr(self, which), self.stream(purpose, call)), square
+        rms = getattr(self, which)
+        return quantize_by_stream(values, vote, square.sqrt() if rms is None else rms, self.stream(purpose, call)), square
 
     def cast(self, pieces: "Pieces", x_square: Tensor | None,
              delta: Tensor,  # (voters, out) float
@@ -214,17 +217,19 @@ class Ballot:
         self._remember("delta_rms", delta_square)
         self.batches += 1
         self.tokens += delta.shape[0]
-        if self.votes is not None and self.tokens * self.code.largest**2 >= 2**31:
+        self.voices += delta.shape[0] // (sequence if self.speaks_per_sequence(sequence) else 1)
+        wide = self.tokens * self.code.largest**2 >= 2**31
+        if self.votes is not None and wide:
             self.votes = self.votes.to(torch.int64)
         for rows, x_piece, delta_piece in pieces(q):
             votes, sizes = self._count(x_piece, delta_piece, sequence)
             if sizes is not None:
                 votes = apply_literal_mask(votes, sizes, levels[rows])
             if self.votes is None and votes.shape == levels.shape:
-                self.votes = votes
+                self.votes = votes.to(torch.int64) if wide else votes
                 continue
             if self.votes is None:
-                self.votes = torch.zeros(levels.shape, dtype=votes.dtype, device=votes.device)
+                self.votes = torch.zeros(levels.shape, dtype=torch.int64 if wide else torch.int32, device=votes.device)
             self.votes[rows] += votes
 
     def _count(self, x: Tensor, delta: Tensor, sequence: int) -> tuple[Tensor, Tensor | None]:
@@ -237,11 +242,13 @@ class Ballot:
 
     def _remember(self, which: str, square: Tensor | None) -> None:
         if square is not None:
+            if getattr(self, which) is None:
+                setattr(self, which, square.sqrt())
             self.squares[which] = self.squares[which] + square if which in self.squares else square
 
     def discard(self) -> None:
         """Forget the votes cast since the last step."""
-        self.votes, self.tokens, self.batches = None, 0, 0
+        self.votes, self.tokens, self.voices, self.batches = None, 0, 0, 0
         self.squares.clear()
 
     def close(self) -> None:
@@ -250,7 +257,6 @@ class Ballot:
             square = RMS_DECAY * getattr(self, which).square() + (1 - RMS_DECAY) * total / self.batches
             setattr(self, which, square.sqrt())
         self.discard()
-        self.calls = 0
         self.step += 1
 
 

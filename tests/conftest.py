@@ -13,7 +13,7 @@ from torch import nn
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-import gft  # noqa: E402
+import gft
 
 torch.set_num_threads(1)
 

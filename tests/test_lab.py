@@ -22,12 +22,13 @@ def run(recipe, folder, **options):
 
 
 def idx(values: torch.Tensor) -> bytes:
-    return bytes([0, 0, 8, values.dim()]) + struct.pack(f">{values.dim()}i", *values.shape) + bytes(values.flatten().tolist())
+    header = bytes([0, 0, 8, values.dim()]) + struct.pack(f">{values.dim()}i", *values.shape)
+    return header + bytes(values.flatten().tolist())
 
 
 @pytest.fixture
 def mnist_like(tmp_path, monkeypatch):
-    """torchvision's layout, unpacked, with 60,000 one-pixel-high images would be slow: 7 images are enough."""
+    """Seven images in torchvision's layout, unpacked."""
     monkeypatch.setenv("GFT_DATA", str(tmp_path))
     raw = tmp_path / "MNIST" / "raw"
     raw.mkdir(parents=True)
@@ -47,7 +48,7 @@ def test_mnist_is_read_from_torchvisions_folder(mnist_like):
 def test_mnist_with_a_wrong_checksum_is_refused(mnist_like):
     plain = mnist_like / "t10k-labels-idx1-ubyte"
     (mnist_like / "t10k-labels-idx1-ubyte.gz").write_bytes(gzip.compress(plain.read_bytes()))
-    with pytest.raises(data.DataError, match="checksum is not MNIST's; delete it|damaged"):
+    with pytest.raises(data.DataError, match="its checksum is not MNIST's"):
         data.load_mnist()
 
 
@@ -61,7 +62,7 @@ def test_mnist_cut_short_is_refused(mnist_like):
 def test_missing_mnist_offline_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setenv("GFT_DATA", str(tmp_path / "empty"))
     monkeypatch.setattr(data, "MNIST_MIRRORS", ("http://127.0.0.1:9/",))  # nothing listens there
-    with pytest.raises(data.DataError, match="put the four .* into .* or set GFT_DATA"):
+    with pytest.raises(data.DataError, match=r"put the four .* into .* or set GFT_DATA"):
         data.fetch_mnist(progress=False)
 
 

@@ -283,7 +283,7 @@ def test_evaluation_keeps_nothing():
     gft.GFT(gft.quantized(layer))
     with torch.no_grad():
         assert layer(x).grad_fn is None
-    assert layer.ballot.calls == 0
+    assert layer.ballot.call == 0
 
 
 # ---------------------------------------------------------------------------------------------------- torch's machinery

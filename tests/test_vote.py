@@ -24,7 +24,7 @@ def ballot_of(kind: str = "int8", sample: str = "token", mask: str = "none", **r
 def cast(ballot: Ballot, x: torch.Tensor, delta: torch.Tensor, sequence: int = 1,
          levels: torch.Tensor | None = None) -> None:
     """One forward and backward pass of a linear layer, as the layer does it."""
-    call = ballot.next_call()
+    call = ballot.call
     q, square = ballot.quantize_x(x, sequence, call)
     if levels is None:
         levels = torch.zeros(delta.shape[1], x.shape[1], dtype=torch.int8)
@@ -167,7 +167,7 @@ def test_running_rms_is_renewed_once_a_step():
     for index, (rms, old) in enumerate(zip((ballot.x_rms, ballot.delta_rms), start, strict=True)):
         square = torch.stack([batch[index].square().mean(0) for batch in first]).mean(0)
         assert torch.allclose(rms, (0.9 * old.square() + 0.1 * square).sqrt())
-    assert (ballot.votes, ballot.tokens, ballot.calls, ballot.batches, ballot.step) == (None, 0, 0, 0, 4)
+    assert (ballot.votes, ballot.tokens, ballot.batches, ballot.step) == (None, 0, 0, 4)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e25], ids=str)
