@@ -92,3 +92,29 @@ def test_same_votes_give_same_weights_on_gpu_and_cpu(rule, memory):
             optimizer.step()
         weights.append(layer.weight.detach().cpu())
     assert torch.equal(*weights)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("in_backward", [False, True], ids=["step", "in_backward"])
+@pytest.mark.parametrize("memory", [True, False], ids=["memory", "packed"])
+def test_training_on_gpu_under_autocast_learns_and_stays_on_the_grid(in_backward, memory):
+    import gft
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(20, 96), torch.nn.ReLU(), torch.nn.Linear(96, 96), torch.nn.ReLU(),
+                                torch.nn.Linear(96, 5)).cuda()
+    gft.quantize_(model, 3, memory=memory)
+    optimizer = gft.Hybrid(gft.GFT(gft.quantized(model), in_backward=in_backward), torch.optim.AdamW(gft.dense(model)))
+    teacher = torch.randn(20, 5, device="cuda")
+    losses = []
+    for _ in range(150):
+        x = torch.randn(256, 20, device="cuda")
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = torch.nn.functional.cross_entropy(model(x), (x @ teacher).argmax(1))
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.7 * losses[0]
+    for layer in (model[0], model[2], model[4]):
+        assert layer.levels().abs().max() <= 3
+        assert layer.weight.element_size() * layer.weight.numel() == pytest.approx(
+            layer.in_features * layer.out_features * (1 if memory else 0.5), rel=0.01)
