@@ -1,4 +1,4 @@
-"""The command line: gft demo | recipes | train | eval | reproduce | data.
+"""The command line: gft demo | recipes | train | eval | reproduce | report | data.
 
 Errors a user can mend are one sentence on stderr and exit code 2; anything else is ours and keeps its traceback.
 """
@@ -7,7 +7,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 try:
     import typer
@@ -93,8 +93,18 @@ def reproduce(table: Annotated[str, typer.Argument(help=" | ".join([*tables.TITL
         folder = out / (f"{name}-paper" if paper else name)
         rows_done = tables.reproduce(name, folder, seeds=seeds, paper=paper, rows=rows, settings=settings, device=device,
                                      jobs=jobs)
-        console.print(report.terminal_table(tables.TITLES[name], rows_done))
-        console.print(f"Written: {folder}/table.md, table.json, runs.jsonl, curves.png, curves.svg")
+        show_table(folder, rows_done)
+
+
+@app.command("report")
+def report_command(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A table's folder.")]) -> None:
+    """Write a table anew from the runs that are finished, without running any."""
+    show_table(folder, tables.write_table(folder))
+
+
+def show_table(folder: Path, rows: list[dict[str, Any]]) -> None:
+    console.print(report.terminal_table(folder.name, rows))
+    console.print(f"Written: {folder}/table.md, table.json, runs.jsonl, curves.png, curves.svg")
 
 
 @data_app.command("list")

@@ -75,20 +75,24 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
 def markdown(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
     lines = [f"# {title}", "", "| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
     lines += ["| " + " | ".join(_cells(row)) + " |" for row in rows]
-    seeds = sorted({seed for row in rows for seed in row["seeds"]})
+    seeds = sorted({seed for row in rows for seed in row["seeds"]})  # a row with n of them has the first n
     where = {key: ", ".join(dict.fromkeys(row[key] for row in rows)) for key in ("commit", "device", "torch", "command")}
     lines += ["", f"Validation accuracy in %, mean ± standard deviation over n seeds ({', '.join(map(str, seeds))}); gap "
               "to the paper in points.", "",
+              "Time is the wall time of one run, beside as many others as the command's --jobs says.", "",
               f"Command: `{where['command']}` · commit {where['commit']} · {where['device']} · torch {where['torch']}", ""]
     return "\n".join(lines)
 
 
 def terminal_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+    """The columns that fit 80 characters; table.md has them all."""
     table = Table(title=title)
-    for name in COLUMNS:
-        table.add_column(name, justify="left" if name == "row" else "right")
+    shown = [index for index, name in enumerate(COLUMNS) if name in ("row", "paper", "ours", "gap", "n", "bits", "time")]
+    for index in shown:
+        table.add_column(COLUMNS[index], justify="left" if index == 0 else "right")
     for row in rows:
-        table.add_row(*_cells(row))
+        cells = _cells(row)
+        table.add_row(*(cells[index] for index in shown))
     return table
 
 

@@ -8,7 +8,6 @@ import json
 import multiprocessing
 import queue
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +31,16 @@ def recipes_of(table: str, paper: bool, rows: Sequence[str] = ()) -> list[Recipe
 
 def reproduce(table: str, out: Path, *, seeds: int = 5, paper: bool = False, rows: Sequence[str] = (),
               settings: Sequence[str] = (), device: str = "auto", jobs: int = 1) -> list[dict[str, Any]]:
-    """Run what is missing of a table, then write table.md, table.json and curves.{png,svg} beside the runs."""
+    """Run what is missing of a table, then write it (`write_table`) beside the runs."""
     recipes = [recipe.changed(list(settings)) for recipe in recipes_of(table, paper, rows)]
     runs = [(recipe, seed, out / recipe.name / f"seed-{seed}") for seed in range(seeds) for recipe in recipes]
     train.resolve_device(device)
+    command = " ".join(["gft reproduce", table, f"--seeds {seeds}", *(["--paper"] if paper else []),
+                        *(f"--rows {row}" for row in rows), *(f"--set {setting}" for setting in settings),
+                        *([f"--jobs {jobs}"] if jobs > 1 else [])])
+    out.mkdir(parents=True, exist_ok=True)
+    train.write_json(out / "command.json", {"title": TITLES[table] + (", the paper's own rule" if paper else ""),
+                                            "command": command, "recipes": [recipe.name for recipe in recipes]})
     with Bars() as bars:
         bars.add("all runs", len(runs))
         for name, told in (_in_turn(runs, device) if jobs == 1 else _side_by_side(runs, device, jobs)):
@@ -43,20 +48,26 @@ def reproduce(table: str, out: Path, *, seeds: int = 5, paper: bool = False, row
             if told.result is not None:
                 bars.done(name)
                 bars.advance("all runs")
-    command = " ".join(["gft reproduce", table, f"--seeds {seeds}", *(["--paper"] if paper else []),
-                        *(f"--rows {row}" for row in rows), *(f"--set {setting}" for setting in settings)])
-    results = [train.read_json(folder / "result.json") for _, _, folder in runs]
-    table_rows = report.table_rows(sorted(results, key=lambda result: [r.name for r in recipes].index(result["recipe"])),
-                                   command)
-    title = TITLES[table] + (", the paper's own rule" if paper else "")
-    train.write_json(out / "table.json", {"title": title, "rows": table_rows})
-    train.write_text(out / "table.md", report.markdown(title, table_rows))
-    with open(out / "runs.jsonl", "w") as file:
-        file.writelines(json.dumps(result) + "\n" for result in results)
-    curves = {recipe.row: [report.validation_curve(folder) for other, _, folder in runs if other is recipe]
-              for recipe in recipes}
-    report.plot_curves(curves, title, "validation accuracy, %", [out / "curves.png", out / "curves.svg"])
-    return table_rows
+    return write_table(out)
+
+
+def write_table(out: Path) -> list[dict[str, Any]]:
+    """table.md, table.json, runs.jsonl and curves.{png,svg} from every finished run in the folder of a table."""
+    if not (out / "command.json").exists():
+        raise ValueError(f"{out} is not the folder of a table (it has no command.json); give one that gft reproduce made")
+    about = train.read_json(out / "command.json")
+    folders = {name: sorted(file.parent for file in (out / name).glob("seed-*/result.json")) for name in about["recipes"]}
+    finished = {name: runs for name, runs in folders.items() if runs}
+    if not finished:
+        raise ValueError(f"no run in {out} is finished yet; go on with: {about['command']}")
+    results = [train.read_json(folder / "result.json") for runs in finished.values() for folder in runs]
+    rows = report.table_rows(results, about["command"])
+    train.write_json(out / "table.json", {"title": about["title"], "rows": rows})
+    train.write_text(out / "table.md", report.markdown(about["title"], rows))
+    train.write_text(out / "runs.jsonl", "".join(json.dumps(result) + "\n" for result in results))
+    curves = {row["name"]: [report.validation_curve(folder) for folder in finished[row["recipe"]]] for row in rows}
+    report.plot_curves(curves, about["title"], "validation accuracy, %", [out / "curves.png", out / "curves.svg"])
+    return rows
 
 
 Run = tuple[Recipe, int, Path]
@@ -87,18 +98,15 @@ def _side_by_side(runs: Sequence[Run], device: str, jobs: int) -> Iterator[tuple
     """Several processes at once: small networks leave a GPU waiting for the host between kernels."""
     context = multiprocessing.get_context("spawn")
     threads = max(1, multiprocessing.cpu_count() // jobs)
-    with context.Manager() as manager, ProcessPoolExecutor(jobs, mp_context=context) as pool:
+    # A pool's exit ends its processes at once, also on Ctrl-C; what was finished or checkpointed stays on disk.
+    with context.Manager() as manager, context.Pool(jobs) as pool:
         told = manager.Queue()
-        pending: set[Future[None]] = {pool.submit(_work, run, device, told, threads) for run in runs}
-        try:
-            while pending or not told.empty():
-                done, pending = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
-                for future in done:
-                    future.result()  # a run's error ends the table; what is finished stays on disk
-                while True:
-                    try:
-                        yield told.get_nowait()
-                    except queue.Empty:
-                        break
-        finally:
-            pool.shutdown(cancel_futures=True)
+        pending = [pool.apply_async(_work, (run, device, told, threads)) for run in runs]
+        while pending or not told.empty():
+            for one in [one for one in pending if one.ready()]:
+                one.get()  # raises what the run raised
+                pending.remove(one)
+            try:
+                yield told.get(timeout=0.2)
+            except queue.Empty:
+                continue
