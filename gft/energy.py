@@ -1,7 +1,7 @@
 """The paper's accounting: updates, bits and the energy of the optimizer step (Section 4.4).
 
 These are estimates on paper, of the optimizer step alone, with FP32 operation costs at 7 nm. They reproduce the
-columns of the paper's tables; FACTS.md derives the constants from those tables.
+columns of the paper's tables; docs/paper.md says where the constants come from.
 """
 
 PICOJOULE = 1e-12

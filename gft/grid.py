@@ -153,6 +153,8 @@ def levels_of(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     weights, carry over and the variance of what flows through the layer with them."""
     if not torch.is_floating_point(weight):
         raise TypeError(f"levels are taken from float weights, not from {weight.dtype}")
+    if weight.is_meta:
+        raise ValueError("the weight to quantize is on the meta device; give the model its values first")
     weight = weight.detach().float()
     if not bool(torch.isfinite(weight).all()):
         raise ValueError("the weight to quantize holds NaN or inf; load or initialise the model first")
@@ -164,7 +166,7 @@ def levels_of(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def paper_start(rows: int, columns: int, bits: int, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
-    """The paper's start: 90 % zeros, 10 % ±1. The forward weight is level / I over sqrt(fan_in) (FACTS: the
+    """The paper's start: 90 % zeros, 10 % ±1. The forward weight is level / I over sqrt(fan_in) (its
     "multiplications by 3 and 7"), so that a full level passes variance on."""
     drawn = torch.randint(0, 20, (rows, columns), device=device)
     levels = (drawn == 0).to(torch.int8) - (drawn == 1).to(torch.int8)

@@ -9,6 +9,7 @@ how it is stored, and `weight.ballot`, where its votes go. A ballot is given by 
 frozen and backward computes delta_x alone. What the graph keeps of x is q(x), packed to 2, 4 or 8 bits an element.
 """
 
+import math
 import warnings
 from collections.abc import Iterator
 from functools import partial
@@ -83,10 +84,7 @@ class _QuantLayer(nn.Module):
         super().__init__()
         if init not in (*STARTS, "unset"):
             raise ValueError(f"init={init!r}: choose one of {', '.join(STARTS)}")
-        rows = float_shape[0]
-        columns = 1
-        for size in float_shape[1:]:
-            columns *= size
+        rows, columns = float_shape[0], math.prod(float_shape[1:])
         self.bits, self.memory = grid.check_bits(bits), bool(memory)
         self.float_shape = float_shape
         self.grid = Grid(bits, rows, columns, self.memory)
@@ -129,7 +127,7 @@ class _QuantLayer(nn.Module):
     # ------------------------------------------------------------------ shared
 
     @property
-    def ballot(self) -> "Ballot | None":
+    def ballot(self) -> Ballot | None:
         return getattr(self.weight, "ballot", None)
 
     def levels(self) -> Tensor:
@@ -268,10 +266,10 @@ class QuantConv2d(_QuantLayer):
                  dtype: torch.dtype | None = None) -> None:
         if in_channels % groups or out_channels % groups:
             raise ValueError(f"groups={groups} must divide in_channels={in_channels} and out_channels={out_channels}")
-        self_kernel = _pair(kernel_size)
-        super().__init__((out_channels, in_channels // groups, *self_kernel), bits, bias, memory, init, device, dtype)
+        kernel = _pair(kernel_size)
+        super().__init__((out_channels, in_channels // groups, *kernel), bits, bias, memory, init, device, dtype)
         self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
-        self.kernel_size, self.stride, self.dilation = self_kernel, _pair(stride), _pair(dilation)
+        self.kernel_size, self.stride, self.dilation = kernel, _pair(stride), _pair(dilation)
         if padding == "same":
             spans = [d * (k - 1) for d, k in zip(self.dilation, self.kernel_size, strict=True)]
             if self.stride != (1, 1) or any(span % 2 for span in spans):

@@ -21,7 +21,7 @@ from gft.vote import CODES, MASKS, SAMPLES, Ballot
 
 RULES = ("rounding", "topk")
 
-# The paper's algorithm, as FACTS.md reads it: k = 0.75 falling linearly to 0 (by a scheduler), one voice a sample.
+# The paper's algorithm, as docs/paper.md reads it: k = 0.75 falling linearly to 0 (by a scheduler), one voice a sample.
 PAPER: Mapping[str, Any] = {"lr": 0.75, "rule": "topk", "vote": "sign", "sample": "sequence", "mask": "none",
                             "p_min": 0.001}
 
@@ -52,8 +52,6 @@ class GFT(Optimizer):
     def __init__(self, params: Iterable[Any], lr: float = 0.2, rule: str = "rounding", vote: str = "int8", *,
                  sample: str = "token", mask: str = "none", p_min: float = 0.001, seed: int = 0,
                  in_backward: bool = False) -> None:
-        self._weights = 0  # how many were ever added: the next one's number in the random streams
-        self._steps = self._reported = 0  # for the report of errors that are not finite
         defaults = {"lr": lr, "rule": rule, "vote": vote, "sample": sample, "mask": mask, "p_min": p_min, "seed": seed,
                     "in_backward": in_backward, "step": 0}
         super().__init__(params, defaults)
@@ -75,11 +73,11 @@ class GFT(Optimizer):
 
     def _attach(self, group: dict[str, Any]) -> None:
         """Hand a ballot to each weight of a group, with what state there is."""
+        self._reported = 0
         for weight in group["params"]:
+            # A weight's number in the random streams: how many there were before it.
             state = self.state[weight]
-            if "layer" not in state:
-                state["layer"] = self._weights
-                self._weights += 1
+            state.setdefault("layer", len(self.state) - 1)
             weight.ballot = Ballot(
                 **{key: group[key] for key in ("vote", "sample", "mask", "seed", "step")}, layer=state["layer"],
                 **{which: state.get(which) for which in RUNNING},
@@ -123,9 +121,8 @@ class GFT(Optimizer):
 
     def _report_not_finite(self) -> None:
         """Warn when more errors were NaN or inf than at the last look. On a GPU a look waits for it, so it is rare."""
-        self._steps += 1
         on_cpu = all(weight.device.type == "cpu" for weight in self._all_weights())
-        if not on_cpu and self._steps % GPU_STEPS_BETWEEN_REPORTS:
+        if not on_cpu and self.param_groups[0]["step"] % GPU_STEPS_BETWEEN_REPORTS:
             return
         count = self.not_finite()
         if count > self._reported:
@@ -220,6 +217,8 @@ class Hybrid(Optimizer):
     every part's "lr".
     """
 
+    optimizers: tuple[Optimizer, ...]
+
     def __init__(self, *optimizers: Optimizer) -> None:
         if not optimizers:
             raise ValueError("Hybrid joins optimizers; give at least one")
@@ -234,9 +233,11 @@ class Hybrid(Optimizer):
                 if owners.setdefault(id(parameter), optimizer) is not optimizer:
                     raise ValueError(f"{type(owners[id(parameter)]).__name__} and {type(optimizer).__name__} share a "
                                      "parameter; give each parameter to one optimizer")
-        self.optimizers = optimizers
-        # The state an Optimizer has beyond its groups (hooks, the profiled step) is set up by its unpickling path.
-        Optimizer.__setstate__(self, {"defaults": {}})
+        # What an Optimizer has beyond its groups (hooks, the profiled step) is set up by its unpickling path.
+        self.__setstate__({"defaults": {}, "optimizers": optimizers})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"defaults": self.defaults, "optimizers": self.optimizers}
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

@@ -77,6 +77,24 @@ def votes_literal(x: Floats, delta: Floats, w: Matrix) -> Matrix:
     return beta
 
 
+def votes_by_sequence(x: list[Floats], delta: list[Floats]) -> Matrix:
+    """A sample is a sequence (docs/paper.md): beta = sum over sequences of sign(sum over its tokens of delta · x)."""
+    beta = [[0] * len(x[0][0]) for _ in delta[0][0]]
+    for one, d in zip(x, delta, strict=True):
+        for o in range(len(beta)):
+            for i in range(len(beta[0])):
+                beta[o][i] += sign(sum(d[t][o] * one[t][i] for t in range(len(one))))
+    return beta
+
+
+def quantize(a: float, rms: float, noise: int, *, largest: int, reach: float) -> int:
+    """Stochastic rounding of a onto -largest..largest, where largest stands for reach · rms; kept to 1/2^16 before."""
+    if a != a or a in (float("inf"), float("-inf")):
+        return 0
+    fixed = max(-largest * 2.0**16, min(largest * 2.0**16, a * largest / (reach * rms) * 2**16))
+    return stochastic_round(Fraction(int(fixed), 2**16), noise)
+
+
 def stochastic_round(a: Fraction, noise: int) -> int:
     """floor(a + noise / 2^16): the mean over all noise is a, for every a that is a multiple of 1/2^16."""
     return (a + Fraction(noise, 2**16)).__floor__()

@@ -149,6 +149,7 @@ def apply_literal_mask(votes: Tensor,  # (out, in): sum of s = q(delta) q(x)
 # Quantized delta (voters, out) -> (rows of the weight, x (n, in) int8, delta (n, those rows) int8), piece by piece.
 Pieces = Callable[[Tensor], Iterable[tuple[slice, Tensor, Tensor]]]
 
+
 @dataclass(eq=False)
 class Ballot:
     """Where one layer's votes are cast and counted between two steps. The optimizer hands one to each weight.
@@ -204,7 +205,7 @@ class Ballot:
         rms = getattr(self, which)
         return quantize_by_stream(values, vote, square.sqrt() if rms is None else rms, self.stream(purpose, call)), square
 
-    def cast(self, pieces: "Pieces", x_square: Tensor | None,
+    def cast(self, pieces: Pieces, x_square: Tensor | None,
              delta: Tensor,  # (voters, out) float
              levels: Tensor,  # (out, in)
              sequence: int,

@@ -42,6 +42,7 @@ def test_mistakes_get_one_sentence(arguments, says, tmp_path):
     assert says in done.stderr
     assert "Traceback" not in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+    assert not any(tmp_path.iterdir())  # a mistake leaves nothing behind that a second try would trip over
 
 
 def test_train_then_eval(tmp_path):

@@ -272,3 +272,31 @@ def test_sequence_votes_leave_single_tokens_and_other_codes_alone():
     assert not ballot_of("int8", sample="sequence").speaks_per_sequence(9)
     assert not ballot_of("sign", sample="token").speaks_per_sequence(9)
     assert ballot_of("sign", sample="sequence").speaks_per_sequence(9)
+
+
+# ---------------------------------------------------------------------------------------------------- against the reference
+
+
+@pytest.mark.parametrize("kind", STOCHASTIC)
+def test_quantize_equals_the_reference(kind):
+    code = CODES[kind]
+    x = torch.randn(37, 11) * 2
+    x[0, :3] = torch.tensor([math.nan, math.inf, -math.inf])
+    rms = torch.rand(11) + 0.2
+    noise = noise16(x.numel(), seed=5, step=2, stream=1).view(37, 11)
+    expected = torch.tensor([[reference.quantize(a, s, n, largest=code.largest, reach=code.reach)
+                              for a, s, n in zip(row, rms.tolist(), line, strict=True)]
+                             for row, line in zip(x.tolist(), noise.tolist(), strict=True)])
+    off = (vote.quantize(x, kind, rms, noise) - expected).abs()
+    # float32 against float64: where the noise falls between the two, the neighbour is chosen.
+    assert off.max() <= 1
+    assert off.sum() <= 1
+
+
+def test_sequence_votes_equal_the_reference():
+    # Sizes that int8 keeps exactly: whole numbers up to 127, an rms of 4/127 times 1, no noise in what is whole.
+    x, delta = torch.randint(-9, 10, (6, 5, 4)).float(), torch.randint(-9, 10, (6, 5, 3)).float()
+    rms = 127 / CODES["int8"].reach
+    ballot = ballot_of("sign", "sequence", x_rms=torch.full((4,), rms), delta_rms=torch.full((3,), rms))
+    cast(ballot, x.flatten(0, 1), delta.flatten(0, 1), sequence=5)
+    assert ballot.votes.tolist() == reference.votes_by_sequence(x.tolist(), delta.tolist())

@@ -14,8 +14,8 @@ RECIPE_NAMES = ("digits-fp", "digits-hybrid-4bit", "digits-quantized-2bit")
 def demo(out: Path, seed: int = 0) -> list[dict[str, Any]]:
     """Train full-precision AdamW, a 4-bit hybrid and a 2-bit network; write curves.png and result.json into `out`."""
     out = out / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
-    console.print("Training on 1,200 handwritten digits of 8×8 pixels. The integer networks keep 2 or 4 bits of level\n"
-                  "per weight and no float copy, gradient or optimizer state of it.\n")
+    console.print("Training on 1,200 handwritten digits of 8×8 pixels. The integer weights have 4 or 2\n"
+                  "bits of level and 4 or 6 of vote memory, and no float copy or optimizer state.\n")
     runs = {name: train.training(RECIPES[name], out / name, seed=seed, device="cpu") for name in RECIPE_NAMES}
     results: dict[str, dict[str, Any]] = {}
     with Bars() as bars:
@@ -33,6 +33,7 @@ def demo(out: Path, seed: int = 0) -> list[dict[str, Any]]:
     report.plot_curves({RECIPES[name].row: [report.validation_curve(out / name)] for name in RECIPE_NAMES},
                        "Digits: validation accuracy", "%", [out / "curves.png"])
     train.write_json(out / "result.json", ordered)
-    console.print(f"Curves: {out / 'curves.png'}   Numbers: {out / 'result.json'}\n"
-                  f"Look closer: gft eval {out / RECIPE_NAMES[2]}   Next: gft recipes, gft train mnist-dnn-hybrid-4bit")
+    console.print(f"Curves       {out / 'curves.png'}\nNumbers      {out / 'result.json'}\n"
+                  f"Look closer  gft eval {out / RECIPE_NAMES[2]}\n"
+                  "Next         gft recipes; gft train mnist-dnn-hybrid-4bit", soft_wrap=True)
     return ordered

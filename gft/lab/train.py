@@ -138,7 +138,7 @@ def training(recipe: Recipe, out: Path, *, seed: int = 0, device: str = "auto", 
     if folder.checkpoint.exists():
         restored = gft.load_checkpoint(folder.checkpoint, model, optimizer, scheduler)
         step, seconds = restored["step"], restored["seconds"]
-    folder.start_metrics(step, tensorboard)
+    folder.start(step, tensorboard)
 
     per_epoch = -(-len(data.train[0]) // recipe.batch)
     batches = data.batches(recipe.batch, seed, first_step=step)
@@ -212,27 +212,28 @@ class RunFolder:
     """The files of one run. Nothing in it is ever overwritten by another run."""
 
     def __init__(self, path: Path, recipe: Recipe, seed: int, resume: bool) -> None:
+        """Look, but write nothing yet: settings that turn out to make no sense should leave no folder behind."""
         self.path = path
         self.checkpoint = path / "checkpoint" / "state.safetensors"
         self._metrics = path / "metrics.jsonl"
         self._writer: Any = None
-        config = {**dataclasses.asdict(recipe), "seed": seed}
+        self._config = {**dataclasses.asdict(recipe), "seed": seed}
+        self.result = None
         if (path / "config.json").exists():
             if not resume:
                 raise TrainingError(f"{path} holds a run already; go on with it by --resume, or give another --out")
             before = read_json(path / "config.json")
-            different = [key for key in config if before.get(key) != config[key]]
-            if different:
-                key = different[0]
-                raise TrainingError(f"{path} was started with {key}={before.get(key)!r}, not {config[key]!r}; resume it "
-                                    "with the same settings, or give another --out")
-        else:
-            path.mkdir(parents=True, exist_ok=True)
-            write_json(path / "config.json", config)
-        self.result = read_json(path / "result.json") if (path / "result.json").exists() else None
+            for key, value in self._config.items():
+                if before.get(key) != value:
+                    raise TrainingError(f"{path} was started with {key}={before.get(key)!r}, not {value!r}; resume it "
+                                        "with the same settings, or give another --out")
+            if (path / "result.json").exists():
+                self.result = read_json(path / "result.json")
 
-    def start_metrics(self, step: int, tensorboard: bool) -> None:
-        """Drop what was logged after the checkpoint that is resumed: it will be logged again."""
+    def start(self, step: int, tensorboard: bool) -> None:
+        """Write the config; drop what was logged after the checkpoint that is resumed: it will be logged again."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_json(self.path / "config.json", self._config)
         lines = self._metrics.read_text().splitlines() if self._metrics.exists() else []
         kept = []
         for line in lines:
