@@ -19,27 +19,26 @@ LOW = 0xFFFFFFFF
 PER_COUNTER = 8
 
 # On the CPU some hundred elementwise passes are only cheap while their operands stay in the cache.
-CPU_COUNTERS_AT_ONCE = 1 << 14
+CPU_COUNTERS_AT_ONCE = 1 << 16
 
 
-def philox(counter: tuple[Tensor | int, Tensor | int, Tensor | int, Tensor | int],
+def philox(counter: tuple[Tensor, Tensor | int, Tensor, Tensor | int],
            key: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Philox-4x32-10 on int64 tensors that hold 32-bit words.
 
     A 32 x 32 -> 64-bit product wraps round in int64, but its bits are right: the high word is (p >> 32) & LOW.
     """
-    c0, c1, c2, c3 = counter
+    c0, c2 = counter[0], counter[2]
+    c1, c3 = (word if isinstance(word, Tensor) else torch.full_like(c0, word) for word in (counter[1], counter[3]))
     k0, k1 = key
     for _ in range(ROUNDS):
         p0, p1 = c0 * MULTIPLIER_0, c2 * MULTIPLIER_1
-        c0, c1, c2, c3 = (
-            ((p1 >> 32) & LOW) ^ c1 ^ k0,
-            p1 & LOW,
-            ((p0 >> 32) & LOW) ^ c3 ^ k1,
-            p0 & LOW,
-        )
+        # In place, and c1 and c3 keep bits above the 32nd for now: this loop is what a step on the CPU waits for.
+        c0 = (p1 >> 32).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(LOW)
+        c2 = (p0 >> 32).bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(LOW)
+        c1, c3 = p1, p0
         k0, k1 = (k0 + WEYL_0) & LOW, (k1 + WEYL_1) & LOW
-    return c0, c1, c2, c3  # type: ignore[return-value]  # tensors, since c0 was one
+    return c0, c1 & LOW, c2, c3 & LOW
 
 
 def _noise_of_counters(first: int, count: int, call: int, step: int, stream: int, key: tuple[int, int],
@@ -47,12 +46,10 @@ def _noise_of_counters(first: int, count: int, call: int, step: int, stream: int
     c0 = torch.arange(first, first + count, dtype=torch.int64, device=device)
     # c2 takes part in a product, so it must be a tensor: Python integers would not wrap.
     c2 = torch.full_like(c0, step)
-    words = philox((c0, call, c2, stream), key)
-    out = torch.empty(count, PER_COUNTER, dtype=torch.int32, device=device)
-    for place, word in enumerate(words):
-        out[:, 2 * place] = word & 0xFFFF
-        out[:, 2 * place + 1] = word >> 16
-    return out.view(-1)
+    w0, w1, w2, w3 = philox((c0, call, c2, stream), key)
+    # Two words side by side in an int64 are four 16-bit numbers in the order we want them (on a little-endian machine).
+    pairs = torch.stack((w0.bitwise_or_(w1 << 32), w2.bitwise_or_(w3 << 32)), dim=1)
+    return pairs.view(torch.int16).to(torch.int32).bitwise_and_(0xFFFF).view(-1)
 
 
 def noise16(count: int,  # how many numbers
