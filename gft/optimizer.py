@@ -74,6 +74,9 @@ class GFT(Optimizer):
     def _attach(self, group: dict[str, Any]) -> None:
         """Hand a ballot to each weight of a group, with what state there is."""
         self._reported = 0
+        if not all(isinstance(getattr(weight, "grid", None), Grid) for weight in group["params"]):
+            raise ValueError("a deep copy of weights does not say how they are stored; build a new optimizer from "
+                             "gft.quantized(model) and give it this one's state_dict")
         for weight in group["params"]:
             # A weight's number in the random streams: how many there were before it.
             state = self.state[weight]

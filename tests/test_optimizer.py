@@ -1,7 +1,9 @@
 """optimizer.py: GFT and Hybrid as torch optimizers: schedules, groups, resuming, and what they refuse."""
 
+import copy
 import io
 import math
+import pickle
 from itertools import pairwise, product
 
 import pytest
@@ -489,3 +491,15 @@ def test_hybrid_refuses_what_is_no_optimizer(refuses):
         gft.Hybrid()
     with refuses(TypeError, "not Linear"):
         gft.Hybrid(nn.Linear(2, 2))
+
+
+def test_pickled_optimizer_goes_on_alike_and_a_deep_copy_says_what_to_do(tiny_net, batches, refuses):
+    model = tiny_net(bits=3)
+    optimizer = gft.Hybrid(gft.GFT(gft.quantized(model), lr=0.4, seed=3), torch.optim.AdamW(gft.dense(model), lr=0.01))
+    twin, twin_optimizer = pickle.loads(pickle.dumps((model, optimizer)))
+    for one, its_optimizer in ((model, optimizer), (twin, twin_optimizer)):
+        train(one, its_optimizer, batches)
+    weights = gft.quantized(model)
+    assert all(torch.equal(a, b) for a, b in zip(weights, gft.quantized(twin), strict=True))
+    with refuses(ValueError, "deep copy of weights"):
+        copy.deepcopy((model, optimizer))

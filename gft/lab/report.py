@@ -67,7 +67,8 @@ COLUMNS = ("row", "paper", "ours", "gap", "n", "bytes a weight", "bits", "update
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
     gap = "–" if row["gap"] is None else f"{row['gap']:+.2f}"
-    return [row["name"], f"{row['paper']:g}", f"{row['mean']:.2f} ± {row['std']:.2f}", gap, str(row["n"]),
+    spread = f" ± {row['std']:.2f}" if row["n"] > 1 else ""
+    return [row["name"], f"{row['paper']:g}", f"{row['mean']:.2f}{spread}", gap, str(row["n"]),
             f"{row['bytes_per_weight']:g}", short(row["bits_total"]), short(row["updates_estimated"]),
             short(row["updates_actual"]), f"{row['energy_estimate_j']:.2f} J", f"{row['wall_s']:.0f} s"]
 
