@@ -193,7 +193,7 @@ def move(weight: Tensor, ballot: Ballot, call: int, *, lr: float, rule: str, p_m
     if kernels.usable(weight):
         from gft.kernels import fused
 
-        return fused.move(weight.data, votes, grid.columns, packed_width=0 if grid.memory else field_bits(grid.bits),
+        return fused.move(weight.detach(), votes, grid.columns, packed_width=0 if grid.memory else field_bits(grid.bits),
                           top_level=largest_level(grid.bits), memory_bits=grid.memory_bits,
                           **(bounds._asdict() | {"p_min": rules.least_chance(p_min)} if bounds else factors._asdict()),  # type: ignore[union-attr]
                           **stream)

@@ -51,9 +51,10 @@ def quantize(values: Tensor,  # (n, features) float, contiguous
     out = torch.empty(values.shape, dtype=torch.int8, device=values.device)
     count = values.numel()
     if count:
-        _quantize_kernel[(triton.cdiv(count, QUANTIZE_BLOCK),)](
-            values, factor, out, count, values.shape[-1], float(largest * 65536), seed, step, stream, call,
-            BLOCK=QUANTIZE_BLOCK)
+        with torch.cuda.device_of(values):  # Triton launches on the current device, not on the tensor's
+            _quantize_kernel[(triton.cdiv(count, QUANTIZE_BLOCK),)](
+                values, factor, out, count, values.shape[-1], float(largest * 65536), seed, step, stream, call,
+                BLOCK=QUANTIZE_BLOCK)
     return out
 
 
@@ -121,10 +122,11 @@ def move(stored: Tensor,  # (rows, bytes) uint8 or (rows, columns) int8, changed
     unused = flips
     count = stored.numel()
     if count:
-        _move_kernel[(triton.cdiv(count, MOVE_BLOCK),)](
-            stored, votes, unused if row is None else row.contiguous(), unused if column is None else column.contiguous(),
-            unused if least is None else least, unused if largest is None else largest, flips,
-            count, columns, stored.shape[1], cap, p_min, seed, step, stream, call,
-            TOPK=least is not None, PACKED=packed_width > 0, WIDTH=packed_width or 8, TOP_LEVEL=top_level,
-            MEMORY_BITS=memory_bits, BLOCK=MOVE_BLOCK)
+        with torch.cuda.device_of(stored):
+            _move_kernel[(triton.cdiv(count, MOVE_BLOCK),)](
+                stored, votes, *(unused if one is None else one.contiguous() for one in (row, column, least, largest)),
+                flips, count, columns, stored.shape[1], cap, p_min, seed, step, stream, call,
+                TOPK=least is not None, PACKED=packed_width > 0, WIDTH=packed_width or 8, TOP_LEVEL=top_level,
+                MEMORY_BITS=memory_bits, BLOCK=MOVE_BLOCK)
+        torch.autograd.graph.increment_version(stored)  # autograd does not see what a kernel writes
     return flips
