@@ -7,6 +7,7 @@ moves. There is no other state than the votes' running scales, one float a featu
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ from gft.vote import CODES, MASKS, SAMPLES, Ballot
 RULES = ("rounding", "topk")
 
 # The paper's algorithm, as docs/paper.md reads it: k = 0.75 falling linearly to 0 (by a scheduler), one voice a sample.
-PAPER: Mapping[str, Any] = {"lr": 0.75, "rule": "topk", "vote": "sign", "sample": "sequence", "mask": "none",
-                            "p_min": 0.001}
+PAPER: Mapping[str, Any] = MappingProxyType({"lr": 0.75, "rule": "topk", "vote": "sign", "sample": "sequence",
+                                             "mask": "none", "p_min": 0.001})
 
 # Elements a rule works on at once: on the CPU its dozen passes stay in the cache, on a GPU its scratch stays bounded.
 AT_ONCE = {"cpu": 1 << 17, "cuda": 1 << 26}
