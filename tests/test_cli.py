@@ -13,7 +13,7 @@ import torch
 
 from gft.checkpoint import read_checkpoint
 
-COMMAND = [sys.executable, "-c", "from gft.cli import main; main()"]
+COMMAND = [sys.executable, "-m", "gft"]
 SMALL = ["--device", "cpu", "--set", "width=32", "--no-tensorboard"]
 
 
