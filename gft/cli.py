@@ -43,11 +43,13 @@ def recipes(as_json: Annotated[bool, typer.Option("--json", help="All fields, fo
     if as_json:
         print(json.dumps([dataclasses.asdict(recipe) for recipe in RECIPES.values()], indent=1))
         return
-    table = Table("recipe", "row of the paper", "paper", "quantize", "bits", "rule", "votes", "steps")
+    table = Table()
+    for name in ("recipe", "paper", "quantize", "rule", "votes", "steps"):
+        table.add_column(name, no_wrap=True)
     for recipe in RECIPES.values():
         integers = recipe.quantize != "none"
-        table.add_row(recipe.name, recipe.row, "–" if recipe.paper is None else f"{recipe.paper:g}", recipe.quantize,
-                      str(recipe.bits), *((recipe.rule, recipe.vote) if integers else ("–", "–")), str(recipe.steps))
+        table.add_row(recipe.name, "–" if recipe.paper is None else f"{recipe.paper:g}", recipe.quantize,
+                      *((recipe.rule, recipe.vote) if integers else ("–", "–")), str(recipe.steps))
     console.print(table)
 
 

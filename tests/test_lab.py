@@ -1,8 +1,12 @@
 """The lab: data, recipes, and runs that can be read back."""
 
 import gzip
+import hashlib
+import http.server
 import json
 import struct
+import threading
+from functools import partial
 
 import pytest
 import torch
@@ -23,7 +27,7 @@ def run(recipe, folder, **options):
 
 def idx(values: torch.Tensor) -> bytes:
     header = bytes([0, 0, 8, values.dim()]) + struct.pack(f">{values.dim()}i", *values.shape)
-    return header + bytes(values.flatten().tolist())
+    return header + bytes(values.flatten().byte().tolist())
 
 
 @pytest.fixture
@@ -62,8 +66,36 @@ def test_mnist_cut_short_is_refused(mnist_like):
 def test_missing_mnist_offline_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setenv("GFT_DATA", str(tmp_path / "empty"))
     monkeypatch.setattr(data, "MNIST_MIRRORS", ("http://127.0.0.1:9/",))  # nothing listens there
-    with pytest.raises(data.DataError, match=r"put the four .* into .* or set GFT_DATA"):
-        data.fetch_mnist(progress=False)
+    with pytest.raises(data.DataError, match=r"is there a network\?\); put the four .* into .* or set GFT_DATA"):
+        data.fetch_mnist()
+
+
+def test_missing_mnist_is_downloaded_and_a_bad_mirror_passed_over(tmp_path, monkeypatch):
+    folders = {name: tmp_path / "web" / name for name in ("bad", "good")}
+    sources = []
+    for source in data.MNIST_FILES:
+        content = gzip.compress(idx(torch.zeros((3, 2, 2) if "images" in source.name else (3,))))
+        for name, folder in folders.items():
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / source.name).write_bytes(content if name == "good" else content + b"x")
+        sources.append(data.Source(source.name, hashlib.md5(content).hexdigest()))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietHandler, directory=tmp_path / "web"))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("GFT_DATA", str(tmp_path / "cache"))
+    monkeypatch.setattr(data, "MNIST_FILES", tuple(sources))
+    mirrors = tuple(f"http://127.0.0.1:{server.server_port}/{name}/" for name in folders)
+    monkeypatch.setattr(data, "MNIST_MIRRORS", mirrors[:1])
+    with pytest.raises(data.DataError, match="hash"):
+        data.fetch_mnist()
+    monkeypatch.setattr(data, "MNIST_MIRRORS", mirrors)
+    assert all(path.parent == tmp_path / "cache" / "mnist" for path in data.fetch_mnist().values())
+    server.shutdown()
+    assert data.load_mnist().test[0].shape == (3, 4)  # and now it is found without a network
+
+
+class QuietHandler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
 
 
 def test_mnist_has_the_papers_split():

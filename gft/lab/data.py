@@ -107,16 +107,18 @@ def fetch_mnist(progress: bool = True) -> dict[str, Path]:
     folder = data_folder() / "mnist"
     files = {}
     for source in MNIST_FILES:
-        errors = []
+        why = ""
         for mirror in MNIST_MIRRORS:
             try:
                 files[source.name] = Path(pooch.retrieve(mirror + source.name, f"md5:{source.md5}", source.name, folder,
                                                          progressbar=progress))
                 break
-            except Exception as error:  # pooch passes on whatever the network raised; the next mirror may have it
-                errors.append(type(error).__name__)
+            except OSError as error:  # the network's errors are of this kind; the next mirror may be up
+                why = f"{type(error).__name__}: is there a network?"
+            except ValueError as error:  # pooch's own: a wrong checksum
+                why = str(error).splitlines()[0]
         else:
-            raise DataError(f"MNIST is not in {data_folder()} and could not be fetched ({', '.join(errors)}); put the "
+            raise DataError(f"MNIST is not in {data_folder()} and could not be fetched ({why}); put the "
                             f"four *-ubyte.gz files into {folder}, or set GFT_DATA to a folder that has mnist/ or "
                             "torchvision's MNIST/raw/")
     return files
