@@ -14,8 +14,8 @@ RECIPE_NAMES = ("digits-fp", "digits-hybrid-4bit", "digits-quantized-2bit")
 def demo(out: Path, seed: int = 0) -> list[dict[str, Any]]:
     """Train full-precision AdamW, a 4-bit hybrid and a 2-bit network; write curves.png and result.json into `out`."""
     out = out / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
-    console.print("Training on 1,200 handwritten digits of 8×8 pixels. The integer weights have 4 or 2\n"
-                  "bits of level and 4 or 6 of vote memory, and no float copy or optimizer state.\n")
+    console.print("Training on 1,200 handwritten digits of 8×8 pixels. An integer weight has 4 or 2\n"
+                  "bits of level and 4 or 6 of vote memory, no float copy and no optimizer state.\n")
     runs = {name: train.training(RECIPES[name], out / name, seed=seed, device="cpu") for name in RECIPE_NAMES}
     results: dict[str, dict[str, Any]] = {}
     with Bars() as bars:

@@ -21,14 +21,14 @@ def short(number: float) -> str:
 
 def demo_table(results: Iterable[Result]) -> Table:
     table = Table(title="Three ways to train the same network on scikit-learn's digits")
-    for name in ("network", "accuracy", "weight + state", "bits", "updates", "energy*", "time"):
+    for name in ("network", "accuracy", "B a weight", "bits", "updates", "energy*", "time"):
         table.add_column(name, justify="left" if name == "network" else "right", no_wrap=True)
     for result in results:
         kept = 12.0 if not result["quantized_params"] else result["bytes_per_weight"]  # AdamW: weight, two moments
-        table.add_row(result["row"], f"{result['value']:.2f} %", f"{kept:g} B each", short(result["bits_total"]),
+        table.add_row(result["row"], f"{result['value']:.2f} %", f"{kept:g}", short(result["bits_total"]),
                       short(result["updates_actual"]), f"{result['energy_estimate_j'] * 1e6:.3g} µJ",
                       f"{result['wall_s']:.1f} s")
-    table.caption = ("Weight + state: bytes kept between steps, for the hybrid of its integer layers. Bits: of the model.\n"
+    table.caption = ("B a weight: kept between steps, state included; for the hybrid, of its integers.\n"
                      "*The paper's estimate for the optimizer step alone, at 7 nm.")
     return table
 
