@@ -117,14 +117,6 @@ class Grid:
         """The largest stored value: I levels."""
         return largest_level(self.bits) * self.unit
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.int8 if self.memory else torch.uint8
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return (self.rows, self.columns if self.memory else packed_columns(self.columns, self.bits))
-
     def store(self, levels: Tensor) -> Tensor:
         """(rows, columns) levels -> what the parameter holds."""
         return (levels * self.unit).to(torch.int8) if self.memory else pack(levels, self.bits)

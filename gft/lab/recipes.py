@@ -54,7 +54,6 @@ class Recipe:
     # how the rest learns: AdamW's arguments
     dense_lr: float = 6e-4
     weight_decay: float = 0.1
-    warmup: int = 0  # steps over which AdamW's rate rises; both rates then fall linearly to 0
 
     def __post_init__(self) -> None:
         for key, choices in (("quantize", QUANTIZE), ("data", tuple(LOADERS)), ("norm", NORMS),
@@ -64,9 +63,9 @@ class Recipe:
         for key in ("steps", "batch", "width"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key}={getattr(self, key)}: give at least 1")
-        if not self.dense_lr >= 0 or not 0 <= self.dropout < 1 or not 0 <= self.input_dropout < 1 or self.warmup < 0:
-            raise ValueError(f"dense_lr={self.dense_lr}, dropout={self.dropout}, warmup={self.warmup}: rates must not be "
-                             "negative, dropout lies between 0 and 1")
+        if not self.dense_lr >= 0 or not 0 <= self.dropout < 1 or not 0 <= self.input_dropout < 1:
+            raise ValueError(f"dense_lr={self.dense_lr}, dropout={self.dropout}, input_dropout={self.input_dropout}: a rate "
+                             "must not be negative, dropout lies between 0 and 1")
 
     def changed(self, settings: list[str]) -> "Recipe":
         """A copy with each "key=value" applied, read as the field's type."""

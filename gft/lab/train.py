@@ -72,17 +72,8 @@ def build_optimizer(recipe: Recipe, model: nn.Module, seed: int) -> gft.Hybrid:
 
 
 def build_scheduler(recipe: Recipe, optimizer: gft.Hybrid) -> torch.optim.lr_scheduler.LambdaLR:
-    """Both rates fall linearly to 0; AdamW's rises over `warmup` steps before."""
-
-    def falling(step: int) -> float:
-        return max(0.0, 1 - step / recipe.steps)
-
-    def warming(step: int) -> float:
-        return min(1.0, (step + 1) / (recipe.warmup + 1)) * falling(step)
-
-    of_group = [falling if isinstance(part, gft.GFT) else warming for part in optimizer.optimizers
-                for _ in part.param_groups]
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, of_group)
+    """Both rates fall linearly to 0."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / recipe.steps))
 
 
 @torch.no_grad()
