@@ -14,12 +14,13 @@ FilterFn = Callable[[nn.Module, str], bool]
 
 
 def quantize_(model: nn.Module, bits: int = 4, filter_fn: FilterFn | None = None, *, memory: bool = True,
-              init: str = "keep") -> nn.Module:
+              init: str = "keep", bias: bool = True) -> nn.Module:
     """Replace nn.Linear and nn.Conv2d layers by quantized ones, in place; returns the model.
 
     filter_fn(module, name) says which; all of them without it. init="keep" takes the float weights over, rounded to the
     grid, so a model's own initialisation or a pre-trained model carries over; "paper" (90 % zeros) and "variance"
-    (a Gaussian) start anew. Call it before the optimizers are built, and nothing is changed if it raises.
+    (a Gaussian) start anew. bias=False leaves the layers' biases out: the paper's quantized layers have none. Call it
+    before the optimizers are built, and nothing is changed if it raises.
     """
     check_bits(bits)
     if init not in ("keep", "paper", "variance"):
@@ -37,6 +38,8 @@ def quantize_(model: nn.Module, bits: int = 4, filter_fn: FilterFn | None = None
     fresh = {name: CONVERTIBLE[type(module)].from_float(module, bits, memory=memory, init=init)  # type: ignore[arg-type]
              for name, module in chosen}
     for name, layer in fresh.items():
+        if not bias:
+            layer.bias = None
         _replace(model, name, layer)
     _leave_fused_paths(model)
     return model

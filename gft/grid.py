@@ -4,11 +4,12 @@ A weight of `bits` bits is one of the 2I+1 levels -I..I with I = 2^(bits-1) - 1 
 2 bits, -7..7 at 4. It is stored in one of two forms, and the dtype says which:
 
     packed   uint8 (rows, bytes): levels + I in fields of 2, 4 or 8 bits, several a byte     0.25 / 0.5 / 1 B a weight
-    memory   int8  (rows, columns): the level in the high bits; the 8 - bits low bits
-             remember votes that were not yet enough to move it                              1 B a weight
+    memory   int8  (rows, columns): the level in the high bits; in the 8 - bits low bits how
+             far votes have carried the weight away from it, up to one level either way      1 B a weight
 
-Both are read and written as `values`: int8 numbers in units of 1/2^f of a level, f = 0 when packed. The forward
-pass multiplies by the level, `values_to_levels(values, f)`, and a fixed float `scale`.
+Both are read and written as `values`, int8 numbers. With m low bits, value = level · 2^m + rest, -2^(m-1) <= rest <
+2^(m-1), and the votes have carried the weight to level + rest / 2^(m-1). The forward pass multiplies by the level alone,
+`values_to_levels(values, m)`, and a fixed float `scale`.
 """
 
 from collections.abc import Callable
@@ -83,9 +84,9 @@ def unpack(packed: Tensor,  # (..., packed_columns) uint8
     return levels[..., :columns]
 
 
-def values_to_levels(values: Tensor,  # int8, in units of 1/2^f level
+def values_to_levels(values: Tensor,  # int8
                      memory_bits: int) -> Tensor:  # int8
-    """The level nearest to a value: floor(value / 2^f + 1/2)."""
+    """The level of a stored value: floor(value / 2^m + 1/2)."""
     if memory_bits == 0:
         return values
     return (values + (1 << (memory_bits - 1))) >> memory_bits
@@ -105,12 +106,18 @@ class Grid:
 
     @property
     def memory_bits(self) -> int:
-        return 8 - self.bits if self.memory else 0
+        """m. One bit would hold no more than a sign, so levels of 7 bits and more have none."""
+        return 8 - self.bits if self.memory and self.bits <= 6 else 0
 
     @property
     def unit(self) -> int:
-        """One level in units of a stored value."""
+        """How far apart the stored values of two levels are."""
         return 1 << self.memory_bits
+
+    @property
+    def resolution(self) -> int:
+        """A move is counted in 1/resolution of a level: the rest reaches a whole level either way."""
+        return max(self.unit // 2, 1)
 
     @property
     def limit(self) -> int:
@@ -118,11 +125,19 @@ class Grid:
         return largest_level(self.bits) * self.unit
 
     def store(self, levels: Tensor) -> Tensor:
-        """(rows, columns) levels -> what the parameter holds."""
-        return (levels * self.unit).to(torch.int8) if self.memory else pack(levels, self.bits)
+        """(rows, columns) levels -> what the parameter holds, with nothing remembered."""
+        return self.from_values((levels * self.unit).to(torch.int8))
+
+    def store_nearest(self, positions: Tensor) -> Tensor:
+        """(rows, columns) floats, in levels -> the nearest levels, and what they leave over where there is memory."""
+        largest = largest_level(self.bits)
+        positions = positions.clamp(-largest, largest)
+        levels = positions.round()
+        rest = ((positions - levels) * self.resolution).round() if self.memory_bits else torch.zeros_like(levels)
+        return self.from_values((levels * self.unit + rest).to(torch.int8))
 
     def values(self, stored: Tensor) -> Tensor:
-        """What the parameter holds, or some rows of it -> int8 values in units of 1/2^f level."""
+        """What the parameter holds, or some rows of it -> int8 values."""
         return stored if self.memory else unpack(stored, self.bits, self.columns)
 
     def from_values(self, values: Tensor) -> Tensor:
@@ -140,9 +155,9 @@ class Grid:
 # ---------------------------------------------------------------------------------------------------- where weights start
 
 
-def levels_of(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Float weights -> (levels, scale) with scale = a(bits) · std, so a model's own start, or a pre-trained model's
-    weights, carry over and the variance of what flows through the layer with them."""
+def scale_of(weight: Tensor, bits: int) -> Tensor:
+    """The scale that suits float weights: a(bits) · std, so a model's own start, or a pre-trained model's weights, carry
+    over and the variance of what flows through the layer with them."""
     if not torch.is_floating_point(weight):
         raise TypeError(f"levels are taken from float weights, not from {weight.dtype}")
     if weight.is_meta:
@@ -152,9 +167,13 @@ def levels_of(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
         raise ValueError("the weight to quantize holds NaN or inf; load or initialise the model first")
     # The mean square, not the deviation from the mean: a layer's offset is part of what it computes.
     std = weight.square().mean().sqrt() if weight.numel() else weight.new_zeros(())
-    scale = SPACING[check_bits(bits)] * torch.where(std > 0, std, torch.ones_like(std))
-    largest = largest_level(bits)
-    return (weight / scale).round().clamp(-largest, largest).to(torch.int8), scale
+    return SPACING[check_bits(bits)] * torch.where(std > 0, std, torch.ones_like(std))
+
+
+def levels_of(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Float weights -> (nearest levels, scale)."""
+    scale, largest = scale_of(weight, bits), largest_level(bits)
+    return (weight.detach().float() / scale).round().clamp(-largest, largest).to(torch.int8), scale
 
 
 def paper_start(rows: int, columns: int, bits: int, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,7 @@ from torch.nn.modules.utils import _pair
 from torch.nn.utils import skip_init
 
 from gft import grid
-from gft.grid import STARTS, Grid, levels_of
+from gft.grid import STARTS, Grid, scale_of
 from gft.vote import CODES, Ballot
 
 
@@ -43,9 +43,9 @@ class _Product(torch.autograd.Function):
         kept, square = None, None
         if ballot is not None:
             ctx.call, ctx.sequence = ballot.call, layer.sequence_length(x, y)
-            q, square = ballot.quantize_x(layer.features_last(x, layer.inputs), ctx.sequence, ctx.call)
+            q, square, _ = ballot.quantize_x(layer.features_last(x, layer.inputs), ctx.sequence, ctx.call)
             ctx.kept_columns, ctx.kept_bits = q.shape[1], CODES[ballot.vote_for(ctx.sequence)].bits
-            kept = grid.pack(q, ctx.kept_bits)
+            kept = grid.pack(q, ctx.kept_bits) if ctx.kept_bits < 8 else q
         ctx.save_for_backward(weight, scale, kept, square)
         return y
 
@@ -53,15 +53,15 @@ class _Product(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (delta,) = grads
-        weight, scale, kept, square = ctx.saved_tensors
+        weight, _, kept, square = ctx.saved_tensors
         layer: _QuantLayer = ctx.layer
         levels = layer.grid.levels(weight)
         delta_x = None
         if ctx.needs_input_grad[0]:
             shaped = levels.to(delta.dtype).view(layer.float_shape)
-            delta_x = (layer.input_error(delta, shaped, ctx.x_shape) * scale.to(delta.dtype)).to(ctx.x_dtype)
+            delta_x = layer.input_error(delta, shaped, layer.scale_number(), ctx.x_shape).to(ctx.x_dtype)
         if ctx.ballot is not None:
-            q = grid.unpack(kept, ctx.kept_bits, ctx.kept_columns)
+            q = grid.unpack(kept, ctx.kept_bits, ctx.kept_columns) if ctx.kept_bits < 8 else kept
             rows = layer.features_last(delta, layer.grid.rows)
             ctx.ballot.cast(partial(layer.vote_pieces, q, ctx.x_shape), square, rows, levels, ctx.sequence, ctx.call)
             # After delta_x: the error that flows down belongs to the weights of the forward pass.
@@ -96,6 +96,7 @@ class _QuantLayer(nn.Module):
         self.register_buffer("scale", scale.float())
         self.bias = nn.Parameter(torch.zeros(rows, device=device, dtype=dtype)) if bias else None
         self._anchor: Tensor | None = None
+        self._read_scale: tuple[Tensor, int, float] | None = None
         self._warned = False
         mark(self)
 
@@ -106,10 +107,10 @@ class _QuantLayer(nn.Module):
         """Features of x."""
         raise NotImplementedError
 
-    def product(self, x: Tensor, levels: Tensor) -> Tensor:
+    def product(self, x: Tensor, levels: Tensor, scale: float) -> Tensor:
         raise NotImplementedError
 
-    def input_error(self, delta: Tensor, levels: Tensor, x_shape: torch.Size) -> Tensor:
+    def input_error(self, delta: Tensor, levels: Tensor, scale: float, x_shape: torch.Size) -> Tensor:
         raise NotImplementedError
 
     def features_last(self, x: Tensor, features: int) -> Tensor:
@@ -147,7 +148,15 @@ class _QuantLayer(nn.Module):
     def scaled_product(self, x: Tensor) -> Tensor:
         """scale · product(x, levels), in autocast's type if it is on. The levels are exact in any float type."""
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-        return self.product(x.to(dtype), self.levels().to(dtype)) * self.scale.to(dtype)
+        return self.product(x.to(dtype), self.levels().to(dtype), self.scale_number())
+
+    def scale_number(self) -> float:
+        """`scale` as a number, for products that multiply by it on the way out instead of in a pass of its own. Read
+        from the device only when it has changed."""
+        scale, version = self.scale, self.scale._version
+        if self._read_scale is None or self._read_scale[0] is not scale or self._read_scale[1] != version:
+            self._read_scale = scale, version, float(scale)
+        return self._read_scale[2]
 
     # A graph break under torch.compile: the votes of backward live in Python, outside any traced graph. What lies between
     # the quantized layers is compiled as usual. torch.compiler.disable would do the same, but imports the whole compiler,
@@ -227,11 +236,11 @@ class QuantLinear(_QuantLayer):
                            device=self.weight.device)
         return _give_back(self, linear)
 
-    def product(self, x: Tensor, levels: Tensor) -> Tensor:
-        return F.linear(x, levels)
+    def product(self, x: Tensor, levels: Tensor, scale: float) -> Tensor:
+        return _scaled_matmul(x, levels.t(), scale)
 
-    def input_error(self, delta: Tensor, levels: Tensor, x_shape: torch.Size) -> Tensor:
-        return delta @ levels
+    def input_error(self, delta: Tensor, levels: Tensor, scale: float, x_shape: torch.Size) -> Tensor:
+        return _scaled_matmul(delta, levels, scale)
 
     @property
     def inputs(self) -> int:
@@ -297,13 +306,13 @@ class QuantConv2d(_QuantLayer):
     def _geometry(self) -> tuple[Any, ...]:
         return self.stride, self.padding, self.dilation, self.groups
 
-    def product(self, x: Tensor, levels: Tensor) -> Tensor:
-        return F.conv2d(x, levels, None, *self._geometry)
+    def product(self, x: Tensor, levels: Tensor, scale: float) -> Tensor:
+        return F.conv2d(x, levels, None, *self._geometry) * scale
 
-    def input_error(self, delta: Tensor, levels: Tensor, x_shape: torch.Size) -> Tensor:
+    def input_error(self, delta: Tensor, levels: Tensor, scale: float, x_shape: torch.Size) -> Tensor:
         shape = x_shape if len(x_shape) == 4 else (1, *x_shape)
         error = torch.nn.grad.conv2d_input(shape, levels, delta.view(-1, *delta.shape[-3:]), *self._geometry)  # type: ignore[arg-type]
-        return error.view(x_shape)
+        return error.view(x_shape) * scale
 
     @property
     def inputs(self) -> int:
@@ -316,7 +325,7 @@ class QuantConv2d(_QuantLayer):
         return y.shape[-2] * y.shape[-1]
 
     def vote_pieces(self, x: Tensor, x_shape: torch.Size, delta: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        images = x.view(-1, *x_shape[-2:], self.in_channels).permute(0, 3, 1, 2)
+        images = x.reshape(-1, *x_shape[-2:], self.in_channels).permute(0, 3, 1, 2)
         positions = delta.shape[0] // len(images)
         at_once = max(1, self.UNFOLDED_AT_ONCE // (self.grid.columns * self.groups * positions))
         columns, rows = self.grid.columns, self.grid.rows // self.groups
@@ -340,10 +349,18 @@ class QuantConv2d(_QuantLayer):
                 f"padding={self.padding}, dilation={self.dilation}, groups={self.groups}, {super().extra_repr()}")
 
 
+def _scaled_matmul(x: Tensor,  # (..., n)
+                   matrix: Tensor,  # (n, m)
+                   scale: float) -> Tensor:  # (..., m)
+    """scale · x · matrix in one product; with beta=0 the first argument is not read."""
+    y = torch.addmm(x.new_empty(()), x.reshape(-1, x.shape[-1]), matrix, beta=0, alpha=scale)
+    return y.view(*x.shape[:-1], matrix.shape[1])
+
+
 def _take_over(layer: Any, float_layer: Any, init: str) -> Any:
     if init == "keep":
-        levels, scale = levels_of(float_layer.weight, layer.bits)
-        layer.weight.data.copy_(layer.grid.store(levels.view(layer.grid.rows, layer.grid.columns)))
+        weight, scale = float_layer.weight.detach().float(), scale_of(float_layer.weight, layer.bits)
+        layer.weight.data.copy_(layer.grid.store_nearest((weight / scale).view(layer.grid.rows, layer.grid.columns)))
         layer.scale.copy_(scale)
     layer.bias = float_layer.bias
     return layer.train(float_layer.training)

@@ -43,6 +43,9 @@ class GFT(Optimizer):
     vote: "int8", "int4", "ternary" (unbiased small integers) or "sign" (the paper's, free of the error's size).
     sample: who has a voice when vote is "sign": each "token", or each "sequence" (sign of the sum over its tokens).
     mask: "literal" counts only what line 9 of Algorithm 1 prints; weights can then only grow. "none" counts all.
+    inertia: For rule "rounding" with memory: the share of levels that wait in a step before they follow where their votes
+        have carried them. It does what momentum does, without its state. At 0 every level follows at once and large
+        networks are held to small lr; near 1 levels lag far behind; 1 would never move. Weights without memory have none.
     p_min: topk's least chance of a chosen weight to move. At 0 the weakest candidates never move; at 1 every candidate
         moves each step and training never settles.
     seed: of all random numbers; equal seeds, votes and steps give equal weights on every device.
@@ -51,10 +54,10 @@ class GFT(Optimizer):
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 0.2, rule: str = "rounding", vote: str = "int8", *,
-                 sample: str = "token", mask: str = "none", p_min: float = 0.001, seed: int = 0,
+                 sample: str = "token", mask: str = "none", inertia: float = 0.9, p_min: float = 0.001, seed: int = 0,
                  in_backward: bool = False) -> None:
-        defaults = {"lr": lr, "rule": rule, "vote": vote, "sample": sample, "mask": mask, "p_min": p_min, "seed": seed,
-                    "in_backward": in_backward, "step": 0}
+        defaults = {"lr": lr, "rule": rule, "vote": vote, "sample": sample, "mask": mask, "inertia": inertia, "p_min": p_min,
+                    "seed": seed, "in_backward": in_backward, "step": 0}
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -143,7 +146,8 @@ class GFT(Optimizer):
 
     def _move(self, weight: Tensor, group: dict[str, Any], call: int = 0) -> None:
         ballot: Ballot = weight.ballot  # type: ignore[attr-defined]
-        flips = move(weight, ballot, call, lr=group["lr"], rule=group["rule"], p_min=group["p_min"])
+        flips = move(weight, ballot, call, lr=group["lr"], rule=group["rule"], p_min=group["p_min"],
+                     inertia=group["inertia"])
         state = self.state[weight]
         state["flips"] = state["flips"] + flips if "flips" in state else flips
         state["last_flips"] = flips
@@ -170,13 +174,15 @@ def check_settings(group: Mapping[str, Any]) -> None:
     if not (math.isfinite(lr) and 0 <= lr <= 1):
         what = "k, the fraction of weights that may move" if group["rule"] == "topk" else "the rms move in levels"
         raise ValueError(f"lr={lr}: for rule {group['rule']!r} lr is {what}; give a number from 0 to 1")
+    if not 0 <= group["inertia"] < 1:
+        raise ValueError(f"inertia={group['inertia']}: the share of levels that wait in a step is 0 or more and less than 1")
     if not 0 <= group["p_min"] <= 1:
         raise ValueError(f"p_min={group['p_min']}: a chance lies between 0 and 1")
     if not (isinstance(group["seed"], int) and 0 <= group["seed"] < 2**64):
         raise ValueError(f"seed={group['seed']!r}: give an integer from 0 to 2^64 - 1")
 
 
-def move(weight: Tensor, ballot: Ballot, call: int, *, lr: float, rule: str, p_min: float) -> Tensor:
+def move(weight: Tensor, ballot: Ballot, call: int, *, lr: float, rule: str, p_min: float, inertia: float) -> Tensor:
     """One step of one stored weight, in place, some rows at a time. Returns how many levels changed (on the device)."""
     grid: Grid = weight.grid  # type: ignore[attr-defined]
     votes = ballot.votes
@@ -185,17 +191,18 @@ def move(weight: Tensor, ballot: Ballot, call: int, *, lr: float, rule: str, p_m
     lr = float(lr)
     bounds = factors = None
     if rule == "topk":
-        bounds = rules.topk_bounds(votes, lr)
+        # A look at the largest vote would make the host wait for a GPU; a bound on it costs a few passes more instead.
+        bounds = rules.topk_bounds(votes, lr, ballot.ceiling if weight.is_cuda else None)
     elif lr > 0:
-        factors = rules.rounding_factors(votes, rules.levels_a_step(lr, grid.bits, grid.columns), grid.unit)
+        factors = rules.rounding_factors(votes, rules.levels_a_step(lr, grid.bits, grid.columns), grid.resolution)
     if bounds is None and factors is None:
         return flips
-    stream = ballot.stream(0, call)
+    stream, follow = ballot.stream(0, call), rules.follow_of(inertia)
     if kernels.usable(weight):
         from gft.kernels import fused
 
         return fused.move(weight.detach(), votes, grid.columns, packed_width=0 if grid.memory else field_bits(grid.bits),
-                          top_level=largest_level(grid.bits), memory_bits=grid.memory_bits,
+                          top_level=largest_level(grid.bits), memory_bits=grid.memory_bits, follow=follow,
                           **(bounds._asdict() | {"p_min": rules.least_chance(p_min)} if bounds else factors._asdict()),  # type: ignore[union-attr]
                           **stream)
     rows_at_once = max(1, AT_ONCE.get(weight.device.type, AT_ONCE["cuda"]) // grid.columns)
@@ -208,7 +215,7 @@ def move(weight: Tensor, ballot: Ballot, call: int, *, lr: float, rule: str, p_m
         else:
             assert factors is not None
             some = factors._replace(row=factors.row[rows])
-            new = rules.rounding(old, votes[rows], noise, some, grid.limit)
+            new = rules.rounding(old, votes[rows], noise, some, grid.limit, grid.memory_bits, follow)
         flips += (grid.value_levels(new) != grid.value_levels(old)).sum()
         weight[rows] = grid.from_values(new)
     return flips

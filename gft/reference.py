@@ -6,6 +6,7 @@ versions in grid.py, vote.py, step.py and philox.py. W is written (out, in) as t
 
 from fractions import Fraction
 from math import ceil, sqrt
+from typing import Any
 
 Matrix = list[list[int]]
 Floats = list[list[float]]
@@ -18,7 +19,7 @@ def sign(a: float) -> int:
     return (a > 0) - (a < 0)
 
 
-def clip(a: int, low: int, high: int) -> int:
+def clip(a: Any, low: Any, high: Any) -> Any:
     return max(low, min(high, a))
 
 
@@ -135,9 +136,26 @@ def rounding_moves(beta: Matrix, lr: float) -> Floats:
     return [[lr * max(-4.0, min(4.0, a)) for a in line] for line in u]
 
 
-def rounding(values: Matrix, beta: Matrix, noise: Matrix, *, lr: float, memory_bits: int, largest: int) -> Matrix:
-    """m <- clip(stochastic_round(m - lr · 2^f · u), -I · 2^f, I · 2^f) with m the stored value, f bits of it memory."""
-    unit = 2**memory_bits
-    moves = rounding_moves(beta, lr)
-    return [[clip(m - stochastic_round(Fraction(int(move * unit * 2**16), 2**16), n), -largest * unit, largest * unit)
-             for m, move, n in zip(*lines, strict=True)] for lines in zip(values, moves, noise, strict=True)]
+def rounding(values: Matrix, beta: Matrix, noise: Matrix, *, lr: float, memory_bits: int, largest: int,
+             follow: int = 256) -> Matrix:
+    """w <- clip(stochastic_round(w - lr · u), -I, I); with memory `remembered` says what becomes of a stored value."""
+    resolution = 2 ** (memory_bits - 1) if memory_bits else 1
+    moves = [[stochastic_round(Fraction(int(move * resolution * 2**16), 2**16), n) for move, n in zip(*lines, strict=True)]
+             for lines in zip(rounding_moves(beta, lr), noise, strict=True)]
+    if not memory_bits:
+        return [[clip(w - move, -largest, largest) for w, move in zip(*lines, strict=True)]
+                for lines in zip(values, moves, strict=True)]
+    return [[remembered(value, move, n % 256 < follow, n // 256 % 2, memory_bits, largest)
+             for value, move, n in zip(*lines, strict=True)] for lines in zip(values, moves, noise, strict=True)]
+
+
+def remembered(value: int, move: int, follows: bool, ties_down: int, memory_bits: int, largest: int) -> int:
+    """A stored value after a move: read level and z out of it, move z, let the level follow or not, write both back."""
+    one = Fraction(2 ** (memory_bits - 1))  # a level, in the units of z
+    level = (Fraction(value, 2**memory_bits) + Fraction(1, 2)).__floor__()
+    z = level * one + (value - level * 2**memory_bits) - move
+    z = clip(clip(z, -largest * one, largest * one), (level - 1) * one, (level + 1) * one - 1)
+    if follows:
+        nearest = z / one + Fraction(1, 2)
+        level = int(nearest) - ties_down if nearest.denominator == 1 else nearest.__floor__()
+    return int(level * 2**memory_bits + z - level * one)

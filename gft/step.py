@@ -1,7 +1,7 @@
 """Choose, chance, step: how votes move weights.
 
-Two rules, each a pure function of integers. `values` are weights in units of 1/2^f level (grid.py): `unit` = 2^f is one
-level and `limit` = I · unit the edge of the grid. `noise` is one 16-bit random number a weight.
+Two rules, each a pure function of integers. `values` are stored weights (grid.py): `unit` lies between the values of two
+levels and `limit` = I · unit is the edge of the grid. `noise` is one 16-bit random number a weight.
 
 topk (paper, Alg. 1 and 3; k is a fraction)
 
@@ -12,7 +12,15 @@ topk (paper, Alg. 1 and 3; k is a fraction)
 rounding (ours: every weight moves by the stochastic rounding of its share)
 
     u = clip(beta / sqrt(rowmean(beta²) · colmean(beta²) / mean(beta²)), -4, 4)
-    w <- clip(stochastic_round(w - lr · u), -I, I)
+    w <- clip(stochastic_round(w - lr · u), -I, I)                                   packed
+
+    z <- clip(stochastic_round(z - lr · u), -I, I)         kept to within one level of w   with memory
+    w <- round(z)                                          with chance 1 - inertia, else w stays
+
+z is where the votes have carried the weight, w the level that the network computes with. Each step only some of the
+levels follow. Along any direction made of many weights w is then an average of past z that forgets by a share of
+1 - inertia a step, and that is momentum: v <- inertia · v + (1 - inertia) · u; w <- w - lr · v gives the same w. It costs
+no state: what waits is in the memory already. docs/method.md has the algebra and what it is worth.
 
 Everything derived from votes is derived in integers, or rounded once in float, so that every device gives the same bits.
 """
@@ -23,9 +31,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gft.grid import SPACING
+from gft import kernels
+from gft.grid import SPACING, values_to_levels
 
 ONE = 65536  # chance 1, and one stored value, in 16-bit fixed point
+FOLLOW_ALL = 256  # chance 1 of a level to follow
 CLIP = 4.0  # no weight moves by more than 4 times the rms move
 
 
@@ -40,34 +50,27 @@ class TopK(NamedTuple):
 
 
 def _kth_largest(sizes: Tensor,  # any shape, integers >= 0
-                 largest: int,
+                 ceiling: int,
                  count: int) -> Tensor:  # scalar int64
-    """The count-th largest of `sizes`, by histograms of 16 bits at a time: no sort, exact for any integer."""
-    sizes = sizes.reshape(-1)
+    """The count-th largest of `sizes`, none of which is above `ceiling`: bit by bit, the largest number that at least
+    `count` of them reach. A few passes, no sort, no histogram's collisions, and a GPU is not waited for."""
     found = torch.zeros((), dtype=torch.int64, device=sizes.device)
-    remaining = torch.tensor(count, dtype=torch.int64, device=sizes.device)
-    digits = max(1, -(-largest.bit_length() // 16))
-    for digit in reversed(range(digits)):
-        # Sign votes have one digit, and it is the size itself: the passes of the general case are spared.
-        bins = sizes if digits == 1 else (sizes >> (16 * digit)) & 0xFFFF
-        if digit < digits - 1:
-            bins = bins[(sizes >> (16 * (digit + 1))) == found]
-        at_least = torch.bincount(bins, minlength=1).flip(0).cumsum(0)  # from the largest bin down
-        place = (at_least < remaining).sum()
-        remaining = remaining - torch.where(place > 0, at_least[place - 1], 0)
-        found = (found << 16) | (at_least.numel() - 1 - place)
+    for bit in reversed(range(ceiling.bit_length())):
+        higher = found + (1 << bit)
+        found = torch.where((sizes >= higher).sum() >= count, higher, found)
     return found
 
 
-def topk_bounds(votes: Tensor, k: float) -> TopK | None:
+def topk_bounds(votes: Tensor, k: float, ceiling: int | None = None) -> TopK | None:
     """K's least and largest |beta|; None if K is empty. K holds at least round(k · |W|) weights: all weights tied at
-    the threshold are in it (they move with chance p_min only), since their order in memory is no reason to prefer any."""
+    the threshold are in it (they move with chance p_min only), since their order in memory is no reason to prefer any.
+    `ceiling`: what no |beta| exceeds, if that is known; else it is looked up."""
     count = round(k * votes.numel())
     if count == 0:
         return None
     sizes = votes.abs()
     largest = sizes.max().to(torch.int64)
-    return TopK(_kth_largest(sizes, int(largest), count), largest)
+    return TopK(_kth_largest(sizes, int(largest) if ceiling is None else ceiling, count), largest)
 
 
 def chances(votes: Tensor,  # some rows of beta
@@ -138,8 +141,13 @@ def levels_a_step(lr: float, bits: int, inputs: int) -> float:
 
 def rounding_factors(votes: Tensor,  # (out, in)
                      lr: float,  # rms move of a weight, in levels
-                     unit: int) -> Rounding:
+                     resolution: int) -> Rounding:  # of a level
     """1/sqrt of row and column mean squares, as the two float factors of every move."""
+    gain = torch.tensor(lr * resolution * ONE, dtype=torch.float32).item()  # as a kernel's argument has it
+    if kernels.usable(votes) and votes.numel():
+        from gft.kernels import fused
+
+        return Rounding(*fused.rounding_factors(votes, gain), CLIP * gain)
     row, column, shift = _squares(votes)
     total = row.sum().double()
     out, features = votes.shape
@@ -150,7 +158,6 @@ def rounding_factors(votes: Tensor,  # (out, in)
         return torch.where(sums > 0, 1.0 / rms, 0.0)
 
     overall = (total / max(out * features, 1)).sqrt() / (1 << shift).double()
-    gain = lr * unit * ONE
     row_factor = (inverse_rms(row, features) * overall * gain).float()
     return Rounding(row_factor[:, None], inverse_rms(column, out).float()[None, :], CLIP * gain)
 
@@ -159,8 +166,27 @@ def rounding(values: Tensor,  # (rows, in) int8
              votes: Tensor,  # (rows, in)
              noise: Tensor,  # (rows, in)
              factors: Rounding,
-             limit: int) -> Tensor:  # (rows, in) int8
-    """Move every weight by the stochastic rounding of its share: floor(move + noise)."""
+             limit: int,
+             memory_bits: int = 0,
+             follow: int = FOLLOW_ALL) -> Tensor:  # (rows, in) int8
+    """Move every weight by the stochastic rounding of its share: floor(move + noise). With memory the level follows with
+    a chance of follow/256."""
     move = (votes.float() * factors.row * factors.column).clamp_(-factors.cap, factors.cap).to(torch.int32)
     move = move.add_(noise).bitwise_right_shift_(16)
-    return (values - move).clamp_(-limit, limit).to(torch.int8)
+    if memory_bits == 0:
+        return (values - move).clamp_(-limit, limit).to(torch.int8)
+    half = memory_bits - 1  # 2^half counts one level of z
+    level = values_to_levels(values, memory_bits).to(torch.int32)
+    centre = level << half
+    z = values - (level << memory_bits) + centre - move
+    z = torch.minimum(torch.maximum(z.clamp_(-limit >> 1, limit >> 1), centre - (1 << half)), centre + (1 << half) - 1)
+    # The noise's low byte has next to no say in the rounding, which its high byte decides.
+    follows = (noise & (FOLLOW_ALL - 1)) < follow
+    half_way = (1 << half >> 1) - (noise >> 8 & 1)  # a tie goes up or down by a bit: always up would lift the mean weight
+    new = torch.where(follows, (z + half_way) >> half, level)
+    return ((new << half) + z).to(torch.int8)
+
+
+def follow_of(inertia: float) -> int:
+    """The chance of a level to follow, in 1/256, and never none."""
+    return max(1, round((1 - inertia) * FOLLOW_ALL))

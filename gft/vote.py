@@ -7,7 +7,7 @@
     sign     -1, 0, 1: the sign alone. The paper's rule, free of any gradient's size.
     ternary  -1, 0, 1: stochastic, so that the mean of q is x / (2.5 rms of its feature)
     int4     -7..7:     stochastic rounding, 7 stands for 4 rms
-    int8     -127..127: stochastic rounding, 127 stands for 4 rms
+    int8     -127..127: stochastic rounding, 127 stands for 16 rms: in attention most of delta lies beyond 4
 
 The rms is one running value per feature, renewed once a step, so all micro-batches of a step speak on one scale and
 their votes add up as integers, in any order. Stochastic rounding makes the last three unbiased (up to clipping).
@@ -38,17 +38,23 @@ class Code(NamedTuple):
     largest: int  # the largest |q|
     reach: float  # how many rms that stands for
 
+    @property
+    def unit(self) -> float:
+        """What one rms is worth, in 1/65536 of q."""
+        return self.largest / self.reach * 65536.0
+
 
 CODES = {
     "sign": Code(bits=2, largest=1, reach=0.0),
     "ternary": Code(bits=2, largest=1, reach=2.5),
     "int4": Code(bits=4, largest=7, reach=4.0),
-    "int8": Code(bits=8, largest=127, reach=4.0),
+    "int8": Code(bits=8, largest=127, reach=16.0),
 }
 SAMPLES = ("token", "sequence")
 MASKS = ("none", "literal")
 LARGEST_SQUARED = 1e15  # beyond it a value counts as this much in the rms: its square must fit float32
 RMS_DECAY = 0.9  # of the running mean square, a step
+SEQUENCES_SCRATCH = 1 << 26  # votes of single sequences held at once
 SMALLEST_RMS = 1e-30  # of a feature that was always 0: its first value other than 0 counts in full
 
 
@@ -75,22 +81,42 @@ def quantize(values: Tensor,  # (n, features) float
 
 def fixed_point_factor(code: Code, rms: Tensor) -> Tensor:
     """What one unit of each feature is worth, in 1/65536 of q."""
-    return (code.largest / code.reach * 65536.0) / rms.clamp_min(SMALLEST_RMS)
-
-
-def quantize_by_stream(values: Tensor, vote: str, rms: Tensor, stream: Stream) -> Tensor:
-    """`quantize` with the noise of a stream, in one kernel where there is one."""
-    if kernels.usable(values):
-        from gft.kernels import fused
-
-        return fused.quantize(values, fixed_point_factor(CODES[vote], rms), CODES[vote].largest, **stream)
-    return quantize(values, vote, rms, noise16(values.numel(), **stream, device=values.device))
+    return rms.clamp_min(SMALLEST_RMS).reciprocal() * code.unit
 
 
 def mean_square(values: Tensor) -> Tensor:  # (n, features) -> (features,) float32
     """Mean square of each feature over what is finite."""
     values = torch.where(torch.isfinite(values), values, 0).float().clamp_(-LARGEST_SQUARED, LARGEST_SQUARED)
     return values.square_().mean(0)
+
+
+class Quantized(NamedTuple):
+    """What one pass over x or delta gives."""
+
+    q: Tensor  # (n, features) int8
+    square: Tensor | None  # (features,) float32: the mean square of each feature; None for signs, which have no scale
+    not_finite: Tensor  # scalar: how many values were NaN or inf
+
+
+def quantize_by_stream(values: Tensor,  # (n, features) float
+                       vote: str,
+                       rms: Tensor | None,  # (features,); None: that of `values` itself
+                       stream: Stream) -> Quantized:
+    """`quantize` with the noise of a stream, and what else is asked of the values; in one kernel where there is one."""
+    if vote == "sign":
+        return Quantized(quantize(values, vote), None, (~torch.isfinite(values)).sum())
+    square = mean_square(values) if rms is None or not kernels.usable(values) else None
+    if rms is None:
+        assert square is not None
+        rms = square.sqrt()
+    if kernels.usable(values):
+        from gft.kernels import fused
+
+        code = CODES[vote]
+        return Quantized(*fused.quantize(values, rms, unit=code.unit, smallest_rms=SMALLEST_RMS, largest=code.largest,
+                                         largest_squared=LARGEST_SQUARED, **stream))
+    q = quantize(values, vote, rms, noise16(values.numel(), **stream, device=values.device))
+    return Quantized(q, square, (~torch.isfinite(values)).sum())
 
 
 # ---------------------------------------------------------------------------------------------------- the product
@@ -102,6 +128,8 @@ def _int32_product(delta: Tensor, x: Tensor) -> Tensor:
 
     def padded_transpose(q: Tensor, least: int) -> Tensor:
         rows, columns = max(-(-q.shape[1] // 8) * 8, least), -(-tokens // 8) * 8
+        if (rows, columns) == (q.shape[1], tokens):
+            return q.t().contiguous()  # as the kernel left it, if it did
         padded = q.new_zeros(rows, columns)
         padded[: q.shape[1], :tokens] = q.t()
         return padded
@@ -186,6 +214,11 @@ class Ballot:
         evaluation with grad enabled never comes back."""
         return self.batches
 
+    @property
+    def ceiling(self) -> int:
+        """No |vote| can be larger."""
+        return self.voices if self.vote == "sign" else self.tokens * self.code.largest**2
+
     def speaks_per_sequence(self, sequence: int) -> bool:
         """One voice a sequence, sign(sum over its tokens), instead of one a token."""
         return self.vote == "sign" and self.sample == "sequence" and sequence > 1
@@ -194,16 +227,9 @@ class Ballot:
         """How x and delta are quantized: within a sequence sizes count, so both stay int8 until its sum's sign."""
         return "int8" if self.speaks_per_sequence(sequence) else self.vote
 
-    def quantize_x(self, x: Tensor, sequence: int, call: int) -> tuple[Tensor, Tensor | None]:
-        """(n, in) float -> (n, in) int8 and its mean square per feature. `sequence`: tokens that make one sample."""
-        return self._quantize(x, "x_rms", self.vote_for(sequence), 1, call)
-
-    def _quantize(self, values: Tensor, which: str, vote: str, purpose: int, call: int) -> tuple[Tensor, Tensor | None]:
-        if vote == "sign":
-            return quantize(values, vote), None
-        square = mean_square(values)
-        rms = getattr(self, which)
-        return quantize_by_stream(values, vote, square.sqrt() if rms is None else rms, self.stream(purpose, call)), square
+    def quantize_x(self, x: Tensor, sequence: int, call: int) -> Quantized:
+        """x is (n, in) float. `sequence`: tokens that make one sample."""
+        return quantize_by_stream(x, self.vote_for(sequence), self.x_rms, self.stream(1, call))
 
     def cast(self, pieces: Pieces, x_square: Tensor | None,
              delta: Tensor,  # (voters, out) float
@@ -211,9 +237,8 @@ class Ballot:
              sequence: int,
              call: int) -> None:
         """Add the votes of one backward pass. `pieces` pairs the quantized delta with the x each row of it voted on."""
-        bad = (~torch.isfinite(delta)).sum()
+        q, delta_square, bad = quantize_by_stream(delta, self.vote_for(sequence), self.delta_rms, self.stream(2, call))
         self.not_finite = bad if self.not_finite is None else self.not_finite + bad
-        q, delta_square = self._quantize(delta, "delta_rms", self.vote_for(sequence), 2, call)
         self._remember("x_rms", x_square)
         self._remember("delta_rms", delta_square)
         self.batches += 1
@@ -255,18 +280,31 @@ class Ballot:
     def close(self) -> None:
         """The step is done: renew the running rms and start the next count."""
         for which, total in self.squares.items():
-            square = RMS_DECAY * getattr(self, which).square() + (1 - RMS_DECAY) * total / self.batches
-            setattr(self, which, square.sqrt())
+            fresh = total / self.batches if self.batches > 1 else total
+            setattr(self, which, fresh.lerp(getattr(self, which).square(), RMS_DECAY).sqrt())
         self.discard()
         self.step += 1
 
 
 def _sequence_tally(x: Tensor, delta: Tensor, sequence: int) -> tuple[Tensor, Tensor]:
     """Sum over sequences of s = sign(sum over the tokens of one sequence of delta · x), and of |s|."""
-    votes = torch.zeros(delta.shape[1], x.shape[1], dtype=torch.int32, device=x.device)
+    out, features = delta.shape[1], x.shape[1]
+    votes = torch.zeros(out, features, dtype=torch.int32, device=x.device)
     sizes = torch.zeros_like(votes)
-    for one_x, one_delta in zip(x.split(sequence), delta.split(sequence), strict=True):
-        voice = tally(one_x, one_delta, CODES["int8"].largest).sign().to(torch.int32)
-        votes += voice
-        sizes += voice.abs()
+    at_once = max(1, SEQUENCES_SCRATCH // max(out * features, 1)) * sequence
+    for some_x, some_delta in zip(x.split(at_once), delta.split(at_once), strict=True):
+        voices = _sequence_sums(some_x, some_delta, sequence).sign().to(torch.int8)
+        votes += voices.sum(0, dtype=torch.int32)
+        sizes += voices.abs().sum(0, dtype=torch.int32)
     return votes, sizes
+
+
+def _sequence_sums(x: Tensor, delta: Tensor, sequence: int) -> Tensor:  # (sequences, out, in)
+    """The exact votes of each sequence by itself."""
+    largest = CODES["int8"].largest
+    if sequence * largest**2 >= 2**24:  # more than a float32 sum holds
+        pairs = zip(x.split(sequence), delta.split(sequence), strict=True)
+        return torch.stack([tally(one_x, one_delta, largest) for one_x, one_delta in pairs])
+    with torch.autocast(x.device.type, enabled=False):  # int8 fits TF32's mantissa, too
+        return torch.bmm(delta.reshape(-1, sequence, delta.shape[1]).float().transpose(1, 2),
+                         x.reshape(-1, sequence, x.shape[1]).float())

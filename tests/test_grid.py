@@ -92,9 +92,25 @@ def test_grid_takes_the_stated_bytes_a_weight(bits, memory, bytes_a_weight):
 def test_values_to_levels_is_the_nearest_level(bits):
     kept = Grid(bits, 1, 1, memory=True)
     values = torch.arange(-kept.limit, kept.limit + 1).to(torch.int8)
-    expected = [math.floor(value / 2 ** (8 - bits) + 0.5) for value in values.tolist()]
+    expected = [math.floor(value / kept.unit + 0.5) for value in values.tolist()]
     assert grid.values_to_levels(values, kept.memory_bits).tolist() == expected
     assert grid.values_to_levels(values, kept.memory_bits).dtype == torch.int8
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 6, 7], ids="{}bit".format)
+@both_forms
+def test_store_nearest_keeps_level_and_rest(bits, memory):
+    largest = 2 ** (bits - 1) - 1
+    positions = torch.randn(9, 31) * largest
+    kept = Grid(bits, 9, 31, memory)
+    stored = kept.store_nearest(positions)
+    inside = positions.clamp(-largest, largest)
+    assert torch.equal(kept.levels(stored).float(), inside.round())
+    if kept.memory_bits:
+        rest = (kept.values(stored).float() - inside.round() * kept.unit) / kept.resolution
+        assert float((inside.round() + rest - inside).abs().max()) <= 0.5 / kept.resolution
+    else:
+        assert torch.equal(stored, kept.store(inside.round().to(torch.int8)))
 
 
 # --------------------------------------------------------------------------------------------- where weights start

@@ -12,6 +12,7 @@ fused = pytest.importorskip("gft.kernels.fused")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [pytest.param((1, 64), id="row"), pytest.param((63, 65), id="odd"), pytest.param((130, 257), id="blocks")]
+TOKENS = [*SHAPES, pytest.param((131, 72), id="eights"), pytest.param((1029, 8), id="chunks")]
 STREAM = {"seed": 2**63 + 5, "step": 77, "stream": 4, "call": 2}
 FORMS = [pytest.param(2, False, id="2bit-packed"), pytest.param(2, True, id="2bit-memory"),
          pytest.param(3, False, id="3bit-packed"), pytest.param(4, True, id="4bit-memory"),
@@ -24,18 +25,23 @@ def random_votes(shape, dtype, seed=1):
     return (torch.randn(shape, generator=generator) * size).to(dtype)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", TOKENS)
 @pytest.mark.parametrize("kind", ["ternary", "int4", "int8"])
 def test_quantize_kernel_equals_definition(shape, kind):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(3)) * 3
     x[0, :3] = torch.tensor([float("nan"), float("inf"), -float("inf")])
+    x[0, 3] = 1e25  # its square is too large for float32
     rms = torch.rand(shape[1], generator=torch.Generator().manual_seed(4)) + 0.1
     rms[5] = 0
     expected = vote.quantize(x, kind, rms, philox.noise16(x.numel(), **STREAM))
     code = vote.CODES[kind]
-    got = fused.quantize(x.to(DEVICE), vote.fixed_point_factor(code, rms.to(DEVICE)), code.largest, **STREAM)
+    got, square, not_finite = fused.quantize(x.to(DEVICE), rms.to(DEVICE), unit=code.unit, largest=code.largest,
+                                             smallest_rms=vote.SMALLEST_RMS, largest_squared=vote.LARGEST_SQUARED,
+                                             **STREAM)
     assert torch.equal(got.cpu(), expected)
     assert expected.any()
+    torch.testing.assert_close(square.cpu(), vote.mean_square(x), rtol=1e-5, atol=0)
+    assert int(not_finite) == 3
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -50,8 +56,9 @@ def test_move_kernel_equals_definition(shape, bits, memory, rule, dtype):
     noise = philox.noise16(votes.numel(), **STREAM).view(shape)
     old = grid.values(stored)
     if rule == "rounding":
-        new = step.rounding(old, votes, noise, step.rounding_factors(votes, 0.4, grid.unit), grid.limit)
-        settings = step.rounding_factors(votes.to(DEVICE), 0.4, grid.unit)._asdict()
+        factors = step.rounding_factors(votes, 0.4, grid.resolution)
+        new = step.rounding(old, votes, noise, factors, grid.limit, grid.memory_bits, follow=90)
+        settings = step.rounding_factors(votes.to(DEVICE), 0.4, grid.resolution)._asdict()
     else:
         bounds = step.topk_bounds(votes, 0.35)
         assert bounds is not None
@@ -59,10 +66,25 @@ def test_move_kernel_equals_definition(shape, bits, memory, rule, dtype):
         settings = step.topk_bounds(votes.to(DEVICE), 0.35)._asdict() | {"p_min": step.least_chance(0.02)}  # type: ignore[union-attr]
     moved = stored.clone().to(DEVICE)
     flips = fused.move(moved, votes.to(DEVICE), shape[1], packed_width=0 if memory else field_bits(bits), top_level=top,
-                       memory_bits=grid.memory_bits, **settings, **STREAM)
+                       memory_bits=grid.memory_bits, follow=90, **settings, **STREAM)
     assert torch.equal(moved.cpu(), grid.from_values(new))
     assert int(flips) == int((grid.value_levels(new) != grid.value_levels(old)).sum())
     assert not torch.equal(new, old)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
+@pytest.mark.parametrize("silent", [False, True], ids=["", "a silent row and column"])
+def test_rounding_factors_kernel_equals_definition(shape, dtype, silent):
+    votes = random_votes(shape, dtype)
+    if silent:
+        votes[0] = votes[:, 3] = 0
+    expected = step.rounding_factors(votes, 0.37, 8)
+    gain = expected.cap / step.CLIP
+    row, column = fused.rounding_factors(votes.to(DEVICE), gain)
+    assert torch.equal(row.cpu(), expected.row)
+    assert torch.equal(column.cpu(), expected.column)
+    assert (expected.row == 0).any() == silent
 
 
 @pytest.mark.gpu

@@ -1,118 +1,27 @@
-"""The lab: data, recipes, and runs that can be read back."""
+"""The lab: recipes, and runs that can be read back."""
 
-import gzip
-import hashlib
-import http.server
 import json
-import struct
-import threading
-from functools import partial
 
 import pytest
 import torch
 
 from gft import energy
-from gft.lab import data, recipes, report, tables, train
-from gft.lab.models import DNN
+from gft.lab import build, data, recipes, report, tables, train
+from gft.lab.models import DNN, GPT, ViT
 
 TINY = ["width=24", "depth=3", "steps=30", "data=digits", "batch=64"]
+# What makes any recipe of a model small enough for a test.
+SMALL = {"dnn": ["data=digits", "width=16"], "gpt": ["data=verses", "width=16", "depth=2", "heads=2"],
+         "vit": ["data=digits-images", "width=16", "depth=2", "heads=2", "patch=4"]}
+
+
+def small(name, *settings):
+    recipe = recipes.find(name)
+    return recipe.changed([*SMALL[recipe.model], "steps=2", "batch=16", "warmup=1", *settings])
 
 
 def run(recipe, folder, **options):
     return list(train.training(recipe, folder, device="cpu", **options))[-1].result
-
-
-# ---------------------------------------------------------------------------------------------------- data
-
-
-def idx(values: torch.Tensor) -> bytes:
-    header = bytes([0, 0, 8, values.dim()]) + struct.pack(f">{values.dim()}i", *values.shape)
-    return header + bytes(values.flatten().byte().tolist())
-
-
-@pytest.fixture
-def mnist_like(tmp_path, monkeypatch):
-    """Seven images in torchvision's layout, unpacked."""
-    monkeypatch.setenv("GFT_DATA", str(tmp_path))
-    raw = tmp_path / "MNIST" / "raw"
-    raw.mkdir(parents=True)
-    for source in data.MNIST_FILES:
-        shape = (7, 28, 28) if "images" in source.name else (7,)
-        (raw / source.name.removesuffix(".gz")).write_bytes(idx(torch.arange(torch.Size(shape).numel()).view(shape) % 10))
-    return raw
-
-
-def test_mnist_is_read_from_torchvisions_folder(mnist_like):
-    read = data._read_idx(mnist_like / "train-labels-idx1-ubyte", "")
-    assert read.tolist() == [0, 1, 2, 3, 4, 5, 6]
-    assert data.find_mnist() is not None
-    assert data.load_mnist().train[0].shape == (7, 784)
-
-
-def test_mnist_with_a_wrong_checksum_is_refused(mnist_like):
-    plain = mnist_like / "t10k-labels-idx1-ubyte"
-    (mnist_like / "t10k-labels-idx1-ubyte.gz").write_bytes(gzip.compress(plain.read_bytes()))
-    with pytest.raises(data.DataError, match="its checksum is not MNIST's"):
-        data.load_mnist()
-
-
-def test_mnist_cut_short_is_refused(mnist_like):
-    file = mnist_like / "train-images-idx3-ubyte"
-    file.write_bytes(file.read_bytes()[:-5])
-    with pytest.raises(data.DataError, match="cut short"):
-        data.load_mnist()
-
-
-def test_missing_mnist_offline_says_what_to_do(tmp_path, monkeypatch):
-    monkeypatch.setenv("GFT_DATA", str(tmp_path / "empty"))
-    monkeypatch.setattr(data, "MNIST_MIRRORS", ("http://127.0.0.1:9/",))  # nothing listens there
-    with pytest.raises(data.DataError, match=r"is there a network\?\); put the four .* into .* or set GFT_DATA"):
-        data.fetch_mnist()
-
-
-def test_missing_mnist_is_downloaded_and_a_bad_mirror_passed_over(tmp_path, monkeypatch):
-    folders = {name: tmp_path / "web" / name for name in ("bad", "good")}
-    sources = []
-    for source in data.MNIST_FILES:
-        content = gzip.compress(idx(torch.zeros((3, 2, 2) if "images" in source.name else (3,))))
-        for name, folder in folders.items():
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / source.name).write_bytes(content if name == "good" else content + b"x")
-        sources.append(data.Source(source.name, hashlib.md5(content).hexdigest()))
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietHandler, directory=tmp_path / "web"))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setenv("GFT_DATA", str(tmp_path / "cache"))
-    monkeypatch.setattr(data, "MNIST_FILES", tuple(sources))
-    mirrors = tuple(f"http://127.0.0.1:{server.server_port}/{name}/" for name in folders)
-    monkeypatch.setattr(data, "MNIST_MIRRORS", mirrors[:1])
-    with pytest.raises(data.DataError, match="hash"):
-        data.fetch_mnist()
-    monkeypatch.setattr(data, "MNIST_MIRRORS", mirrors)
-    assert all(path.parent == tmp_path / "cache" / "mnist" for path in data.fetch_mnist().values())
-    server.shutdown()
-    assert data.load_mnist().test[0].shape == (3, 4)  # and now it is found without a network
-
-
-class QuietHandler(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, *_):
-        pass
-
-
-def test_mnist_has_the_papers_split():
-    if data.find_mnist() is None:
-        pytest.skip("MNIST is not in the data folder; set GFT_DATA or run: gft data fetch mnist")
-    mnist = data.load("mnist")
-    assert [len(split[0]) for split in (mnist.train, mnist.val, mnist.test)] == [50_000, 10_000, 10_000]
-    assert mnist.train[0].mean().abs() < 0.01
-
-
-def test_batches_resume_where_they_were():
-    digits = data.load("digits")
-    every = [x for (x, _), _ in zip(digits.batches(500, seed=3), range(7), strict=False)]
-    later = [x for (x, _), _ in zip(digits.batches(500, seed=3, first_step=4), range(3), strict=False)]
-    assert all(torch.equal(a, b) for a, b in zip(every[4:], later, strict=True))
-    assert sorted(len(x) for x in every[:3]) == [200, 500, 500]
-    assert not torch.equal(every[0], every[3])
 
 
 # ---------------------------------------------------------------------------------------------------- recipes
@@ -120,12 +29,21 @@ def test_batches_resume_where_they_were():
 
 @pytest.mark.parametrize("name", recipes.RECIPES)
 def test_every_recipe_builds_and_takes_a_step(name, tmp_path):
-    result = run(recipes.find(name).changed(["width=16", "data=digits", "steps=2", "batch=32"]), tmp_path / "run")
+    result = run(small(name), tmp_path / "run")
     assert 0 <= result["value"] <= 100
-    on_grid = name.count("fp") == 0
+    on_grid = not name.endswith("fp")
     assert (result["quantized_params"] > 0) == on_grid
-    assert result["bytes_per_weight"] == (4 if not on_grid else 1 if not name.endswith("paper") else
+    packed = recipes.variant_of(name) != "default"
+    assert result["bytes_per_weight"] == (4 if not on_grid else 1 if not packed else
                                           pytest.approx(0.25 if result["bits"] == 2 else 0.5, rel=0.05))
+
+
+def test_recipes_hold_every_row_of_the_papers_tables():
+    counts = {table: len(tables.recipes_of(table)) for table in tables.TITLES}
+    assert counts == {"mnist-dnn": 7, "shakespeare-gpt": 7, "mnist-vit": 7, "imagenette-vit": 7, "depth": 5}
+    assert len(tables.recipes_of("mnist-vit", "paper")) == len(tables.recipes_of("mnist-vit", "packed")) == 6
+    with pytest.raises(ValueError, match="no variant 'best'"):
+        tables.recipes_of("depth", "best")
 
 
 def test_recipe_settings_are_read_by_type_and_checked():
@@ -144,6 +62,77 @@ def test_dnn_has_the_papers_parameters():
     sizes = [layer.weight.numel() for layer in model.layers]
     assert sum(sizes) == 53_583_872  # the paper: 53.6M
     assert sizes[0] + sizes[-1] == 3_252_224  # the paper's FP32 part of the hybrid: 3.22M
+
+
+def images(channels, size):
+    split = torch.zeros(1, channels, size, size, dtype=torch.uint8), torch.zeros(1, dtype=torch.long)
+    return data.Dataset(split, split, split, mean=(0.5,) * channels, std=(0.3,) * channels)
+
+
+@pytest.mark.parametrize(("table", "quantize", "fp32", "quantized"), [
+    ("shakespeare-gpt", "none", 10_775_040, 0),  # 10.8M
+    ("shakespeare-gpt", "mlp", 3_697_152, 7_077_888),  # 3.7M
+    ("shakespeare-gpt", "blocks", 158_208, 10_616_832),  # 158.21K
+    ("mnist-vit", "none", 37_869_578, 0),  # 37.87M
+    ("mnist-vit", "mlp", 12_673_034, 25_165_824),  # 12.67M
+    ("mnist-vit", "blocks", 65_546, 37_748_736),  # 70K
+    ("imagenette-vit", "none", 38_329_866, 0),  # 38.33M
+    ("imagenette-vit", "mlp", 13_133_322, 25_165_824),  # the paper prints 13.23M
+    ("imagenette-vit", "blocks", 525_834, 37_748_736),  # the paper prints 1.03M; neither agrees with its own 38.33M
+])
+def test_transformers_have_the_papers_parameters(table, quantize, fp32, quantized):
+    import gft
+
+    recipe = next(one for one in tables.recipes_of(table) if one.quantize == quantize)
+    source = {"shakespeare-gpt": data.Text.of("".join(map(chr, range(33, 98))) * 50, 256), "mnist-vit": images(1, 28),
+              "imagenette-vit": images(3, 224)}[table]
+    model = build.build_model(recipe, source)
+    assert isinstance(model, GPT if recipe.model == "gpt" else ViT)
+    assert sum(parameter.numel() for parameter in gft.dense(model)) == fp32
+    layers = gft.layers.quantized_layers(model).values()
+    assert sum(layer.grid.rows * layer.grid.columns for layer in layers) == quantized
+
+
+def test_models_refuse_data_they_cannot_read():
+    for name, source in (("shakespeare-gpt-fp", "digits"), ("mnist-dnn-fp", "verses"), ("mnist-vit-fp", "digits")):
+        with pytest.raises(ValueError, match="choose"):
+            build.build_model(recipes.find(name), data.load(source))
+    with pytest.raises(ValueError, match="patch=5"):
+        build.build_model(small("mnist-vit-fp", "patch=5"), data.load("digits-images"))
+    with pytest.raises(ValueError, match="heads=3"):
+        build.build_model(small("shakespeare-gpt-fp", "heads=3"), data.load("verses"))
+    with pytest.raises(ValueError, match="context"):
+        GPT(9, context=4, width=8, depth=1, heads=1)(torch.zeros(1, 5, dtype=torch.long))
+
+
+def test_gpt_sees_no_later_character():
+    torch.manual_seed(0)
+    model = GPT(20, context=12, width=16, depth=2, heads=2).eval()
+    tokens = torch.randint(20, (2, 12))
+    changed = tokens.clone()
+    changed[:, 7:] = (changed[:, 7:] + 1) % 20
+    before, after = model(tokens), model(changed)
+    assert torch.allclose(before[:, :7], after[:, :7], atol=1e-6)
+    assert not torch.allclose(before[:, 7:], after[:, 7:], atol=1e-3)
+
+
+def test_rates_rise_then_fall_to_nothing():
+    import gft
+
+    recipe = small("verses-gpt-hybrid1-4bit", "steps=20", "warmup=5", "lr=0.5")
+    model = build.build_model(recipe, data.load("verses"))
+    optimizer = build.build_optimizer(recipe, model, 0)
+    scheduler = build.build_scheduler(recipe, optimizer)
+    rates = []
+    for _ in range(20):
+        rates.append([group["lr"] for group in optimizer.param_groups])
+        scheduler.step()
+    shares = [rate[0] / 0.5 for rate in rates]
+    assert shares == pytest.approx([rate[1] / recipe.dense_lr for rate in rates])
+    assert shares[:6] == pytest.approx([1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6, 1])
+    assert shares[5:] == pytest.approx([(20 - step) / 15 for step in range(5, 20)])
+    assert optimizer.param_groups[0]["lr"] == 0
+    assert isinstance(optimizer.optimizers[0], gft.GFT)
 
 
 @pytest.mark.parametrize(("quantize", "bits", "updates", "total_bits", "joules"), [
@@ -215,9 +204,39 @@ def test_reproduce_writes_a_table_and_resumes(tmp_path, monkeypatch):
     text = (tmp_path / "table.md").read_text()
     assert "gft reproduce mnist-dnn --seeds 2" in text
     assert (tmp_path / "curves.png").stat().st_size > 1000
-    monkeypatch.setattr(train, "build_model", None)  # a second pass must not train anything
-    assert tables.reproduce("mnist-dnn", tmp_path, seeds=2, rows=["fp", "quantized-2bit"], settings=settings,
-                            device="cpu") == rows
+    written = json.loads((tmp_path / "table.json").read_text())
+    assert written["rows"] == rows
+    assert {"name", "paper", "mean", "std", "n", "lower_is_better", "commit", "device", "command"} <= rows[0].keys()
+    lines = (tmp_path / "runs.jsonl").read_text()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "runs.jsonl").write_text(lines)  # runs of another machine, without their folders
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "build_model", None)  # neither may train anything
+        for folder in (tmp_path, elsewhere):
+            assert tables.reproduce("mnist-dnn", folder, seeds=2, rows=["fp", "quantized-2bit"], settings=settings,
+                                    device="cpu") == rows
+    # Other settings are other runs: the old line does not count as theirs.
+    (row,) = tables.reproduce("mnist-dnn", elsewhere, seeds=1, rows=["fp"], settings=[*settings, "dense_lr=0.01"],
+                              device="cpu")[:1]
+    assert row["n"] == 2
+    fresh = json.loads((elsewhere / "runs.jsonl").read_text().splitlines()[0])
+    assert fresh["config"]["dense_lr"] == 0.01
+    (tmp_path / "runs.jsonl").write_text("not json")
+    with pytest.raises(ValueError, match="line 1"):
+        tables.read_lines(tmp_path)
+
+
+def test_a_table_of_losses_says_that_lower_is_better(tmp_path):
+    settings = [*SMALL["gpt"], "steps=6", "batch=4", "warmup=1", "eval_every=3"]
+    (row,) = tables.reproduce("shakespeare-gpt", tmp_path, seeds=1, rows=["hybrid2-3bit"], variant="packed",
+                              settings=settings, device="cpu")
+    assert row["lower_is_better"]
+    assert row["paper"] == 1.72
+    assert row["bytes_per_weight"] == 0.5
+    text = (tmp_path / "table.md").read_text()
+    assert "lower is better" in text
+    assert "--packed" in text
 
 
 def test_reproduce_runs_side_by_side(tmp_path):

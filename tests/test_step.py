@@ -124,11 +124,13 @@ def test_topk_chance_is_never_rounded_to_none_nor_given_without_votes():
 @pytest.mark.parametrize(("shape", "top"), [((1, 64), 1), ((1, 64), 30_000), ((63, 65), 1), ((63, 65), 30_000),
                                             ((257, 130), 40)], ids=str)
 def test_rounding_equals_the_reference(shape, top, bits, memory_bits):
-    unit, largest = 2**memory_bits, 2 ** (bits - 1) - 1
-    values, votes, noise = random_values(shape, largest * unit), random_votes(shape, top), noise_of(shape)
+    kept = Grid(bits, *shape, memory_bits > 0)
+    assert kept.memory_bits == memory_bits
+    values, votes, noise = random_values(shape, kept.limit), random_votes(shape, top), noise_of(shape)
     expected = reference.rounding(values.tolist(), votes.tolist(), noise.tolist(), lr=0.37, memory_bits=memory_bits,
-                                  largest=largest)
-    new = step.rounding(values, votes, noise, step.rounding_factors(votes, 0.37, unit), largest * unit)
+                                  largest=2 ** (bits - 1) - 1, follow=70)
+    factors = step.rounding_factors(votes, 0.37, kept.resolution)
+    new = step.rounding(values, votes, noise, factors, kept.limit, memory_bits, follow=70)
     assert new.dtype == torch.int8
     assert_near_reference(new, torch.tensor(expected))
     assert not torch.equal(new, values)
@@ -146,9 +148,10 @@ def test_rounding_is_within_one_unit_of_the_reference_for_any_votes(data):
         expected = values  # the reference would divide by the mean of no votes
     else:
         expected = torch.tensor(reference.rounding(values.tolist(), votes.tolist(), noise.tolist(), lr=lr,
-                                                   memory_bits=4, largest=7))
-    new = step.rounding(values, votes, noise, step.rounding_factors(votes, lr, 16), 112)
-    assert int((new.long() - expected.long()).abs().max()) <= 1
+                                                   memory_bits=4, largest=7, follow=99))
+    new = step.rounding(values, votes, noise, step.rounding_factors(votes, lr, 8), 112, 4, follow=99)
+    differ = step_apart(new, expected)
+    assert differ <= 1
 
 
 @pytest.mark.parametrize("unit", [1, 16])
@@ -213,10 +216,66 @@ def test_rounding_depends_on_the_proportions_of_votes_alone(shift):
 def test_rounding_of_large_votes_equals_the_reference(top):
     values, votes, noise = random_values((63, 65), 112), random_votes((63, 65), top), noise_of((63, 65))
     expected = reference.rounding(values.tolist(), votes.tolist(), noise.tolist(), lr=0.2, memory_bits=4, largest=7)
-    new = step.rounding(values, votes, noise, step.rounding_factors(votes, 0.2, 16), 112)
+    new = step.rounding(values, votes, noise, step.rounding_factors(votes, 0.2, 8), 112, 4)
     # Beyond 15 bits votes are shifted for their row and column sums: a relative error of about 2^-15 in the moves.
-    assert int((new.long() - torch.tensor(expected)).abs().max()) <= 1
+    assert step_apart(new, torch.tensor(expected)) <= 1
     assert float((new != torch.tensor(expected)).double().mean()) < 5e-3
+
+
+def carried_to(values: torch.Tensor, bits: int = 4) -> torch.Tensor:
+    """level + rest: where votes have carried each weight, in levels."""
+    memory_bits = 8 - bits
+    levels = torch.floor(values.double() / 2**memory_bits + 0.5)
+    return levels + (values.double() - levels * 2**memory_bits) / 2 ** (memory_bits - 1)
+
+
+def step_apart(new: torch.Tensor, expected: torch.Tensor) -> int:
+    """How many units of 1/8 level the weights of two 4-bit matrices with memory lie apart, at most."""
+    return round(float((carried_to(new) - carried_to(expected)).abs().max()) * 8)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 6], ids="{}bit".format)
+def test_levels_wait_as_inertia_says_and_the_rest_is_remembered(bits):
+    kept = Grid(bits, 257, 130, memory=True)
+    values, votes, noise = random_values((257, 130), kept.limit), random_votes((257, 130)), noise_of((257, 130))
+    factors = step.rounding_factors(votes, 0.2, kept.resolution)
+    at_once, none, some = (step.rounding(values, votes, noise, factors, kept.limit, kept.memory_bits, follow)
+                           for follow in (256, 0, 64))
+    levels = kept.value_levels
+    assert torch.equal(levels(none), levels(values))
+    # With or without its level, a weight has been carried equally far, one level from where its level was at most.
+    assert torch.equal(carried_to(at_once, bits), carried_to(none, bits))
+    assert torch.equal(carried_to(at_once, bits), carried_to(some, bits))
+    assert float((carried_to(none, bits) - levels(values)).abs().max()) <= 1
+    # Who follows goes to the nearest level.
+    assert float((levels(at_once) - carried_to(at_once, bits)).abs().max()) == 0.5
+    moved = levels(at_once) != levels(values)
+    assert float((levels(some) != levels(values))[moved].double().mean()) == pytest.approx(0.25, abs=0.03)
+
+
+def test_inertia_makes_the_mean_weight_follow_as_momentum_would():
+    """Many weights with the same votes: the mean of their levels is lr · momentum's path."""
+    inertia, lr, steps, many = 0.8, 0.05, 60, 20_000
+    kept = Grid(4, 1, many, memory=True)
+    values = kept.store_nearest(torch.rand(1, many) - 0.5)  # evenly over a level, so that rounding averages out
+    wanted, velocity, start = 0.0, 0.0, float(kept.value_levels(values).double().mean())
+    for number in range(steps):
+        direction = 1 if number < 35 else -1
+        votes = torch.full((1, many), 7 * direction, dtype=torch.int32)
+        factors = step.rounding_factors(votes, lr, kept.resolution)
+        values = step.rounding(values, votes, noise_of((1, many), seed=number), factors, kept.limit, 4,
+                               step.follow_of(inertia))
+        velocity = inertia * velocity + (1 - inertia) * direction
+        wanted -= lr * velocity
+        got = float(kept.value_levels(values).double().mean()) - start
+        assert got == pytest.approx(wanted, abs=0.05)
+    assert wanted < -0.3
+
+
+def test_follow_of_is_never_none():
+    assert step.follow_of(0.0) == 256
+    assert step.follow_of(0.9) == 26
+    assert step.follow_of(0.99999) == 1
 
 
 # ---------------------------------------------------------------------------------------------------- both rules
@@ -231,7 +290,8 @@ def test_rules_stay_on_the_grid_and_move_something(rule, memory, bits):
     if rule == "topk":
         new = step.topk(values, votes, noise, step.topk_bounds(votes, 0.6), 0.05, kept.unit, kept.limit)
     else:
-        new = step.rounding(values, votes, noise, step.rounding_factors(votes, 0.8, kept.unit), kept.limit)
+        factors = step.rounding_factors(votes, 0.8, kept.resolution)
+        new = step.rounding(values, votes, noise, factors, kept.limit, kept.memory_bits, follow=60)
     assert int(new.abs().max()) <= kept.limit
     assert int(kept.value_levels(new).abs().max()) <= 2 ** (bits - 1) - 1
     assert not torch.equal(kept.value_levels(new), kept.value_levels(values))
@@ -242,12 +302,13 @@ def test_rules_stay_on_the_grid_and_move_something(rule, memory, bits):
 @both_rules
 def test_rules_give_the_same_in_row_blocks(rule):
     values, votes, noise = random_values((257, 130), 112), random_votes((257, 130)), noise_of((257, 130))
-    bounds, factors = step.topk_bounds(votes, 0.4), step.rounding_factors(votes, 0.3, 16)
+    bounds, factors = step.topk_bounds(votes, 0.4), step.rounding_factors(votes, 0.3, 8)
 
     def on(rows: slice) -> torch.Tensor:
         if rule == "topk":
             return step.topk(values[rows], votes[rows], noise[rows], bounds, 0.01, 16, 112)
-        return step.rounding(values[rows], votes[rows], noise[rows], factors._replace(row=factors.row[rows]), 112)
+        some = factors._replace(row=factors.row[rows])
+        return step.rounding(values[rows], votes[rows], noise[rows], some, 112, 4, follow=50)
 
     blocks = [on(slice(start, start + 50)) for start in range(0, 257, 50)]
     assert torch.equal(torch.cat(blocks), on(slice(None)))
@@ -263,15 +324,15 @@ def test_move_equals_the_rule_on_the_whole_matrix(shape, rule, memory):
     weight.grid = kept
     ballot = Ballot(vote="int8", sample="token", mask="none", seed=91, layer=4, step=17, votes=votes)
 
-    flips = move(weight, ballot, 2, lr=0.45, rule=rule, p_min=0.03)
+    flips = move(weight, ballot, 2, lr=0.45, rule=rule, p_min=0.03, inertia=0.75)
 
     noise = noise16(votes.numel(), seed=91, step=17, stream=3 * 4, call=2).view(shape)
     if rule == "topk":
         expected = step.topk(old, votes, noise, step.topk_bounds(votes, 0.45), 0.03, kept.unit, kept.limit)
     else:
         rms = 0.45 * SPACING[4] / SPACING[3] * min(1, math.sqrt(128 / shape[1]))
-        factors = step.rounding_factors(votes, rms, kept.unit)
-        expected = step.rounding(old, votes, noise, factors, kept.limit)
+        factors = step.rounding_factors(votes, rms, kept.resolution)
+        expected = step.rounding(old, votes, noise, factors, kept.limit, kept.memory_bits, follow=64)
     assert torch.equal(kept.values(weight), expected)
     assert int(flips) == int((kept.levels(weight) != kept.value_levels(old)).sum()) > 0
 
@@ -283,5 +344,5 @@ def test_move_at_lr_zero_changes_nothing(rule):
     weight.grid = kept
     before = weight.clone()
     ballot = Ballot(vote="sign", sample="token", mask="none", seed=1, layer=0, votes=random_votes((63, 65)))
-    assert int(move(weight, ballot, 0, lr=0.0, rule=rule, p_min=0.5)) == 0
+    assert int(move(weight, ballot, 0, lr=0.0, rule=rule, p_min=0.5, inertia=0.5)) == 0
     assert torch.equal(weight, before)

@@ -25,7 +25,7 @@ def cast(ballot: Ballot, x: torch.Tensor, delta: torch.Tensor, sequence: int = 1
          levels: torch.Tensor | None = None) -> None:
     """One forward and backward pass of a linear layer, as the layer does it."""
     call = ballot.call
-    q, square = ballot.quantize_x(x, sequence, call)
+    q, square, _ = ballot.quantize_x(x, sequence, call)
     if levels is None:
         levels = torch.zeros(delta.shape[1], x.shape[1], dtype=torch.int8)
     ballot.cast(lambda q_delta: [(slice(None), q, q_delta)], square, delta, levels, sequence, call)
@@ -93,7 +93,7 @@ def test_sign_votes_of_four_micro_batches_equal_those_of_one_batch():
 # ---------------------------------------------------------------------------------------------------- stochastic
 
 
-@pytest.mark.parametrize(("kind", "per_rms"), [("ternary", 1 / 2.5), ("int4", 7 / 4), ("int8", 127 / 4)])
+@pytest.mark.parametrize(("kind", "per_rms"), [("ternary", 1 / 2.5), ("int4", 7 / 4), ("int8", 127 / 16)])
 def test_quantize_is_unbiased_over_all_noise(kind, per_rms):
     rms = torch.tensor([0.5, 2.0, 3e-6, 1e4, 1.0])
     values = rms * torch.tensor([0.3, -1.7, 0.001, 2.2, -0.6])
@@ -109,8 +109,8 @@ def test_quantize_is_unbiased_over_all_noise(kind, per_rms):
 
 def test_quantize_rounds_as_the_reference_does():
     values, noise = 2 * torch.randn(7, 31), noise16(7 * 31, seed=1, step=2, stream=3)
-    values[:, 0], noise[::31] = 0.6 / (127 / 4 * 65536), 65535  # less than one step of the fixed point: cut off, not up
-    fixed = values * (127 / 4 * 65536)  # one float32 product, cut off: what follows is exact
+    values[:, 0], noise[::31] = 0.6 / (127 / 16 * 65536), 65535  # less than one step of the fixed point: cut off, not up
+    fixed = values * (127 / 16 * 65536)  # one float32 product, cut off: what follows is exact
     expected = [reference.stochastic_round(Fraction(int(a), 65536), n)
                 for a, n in zip(fixed.flatten().tolist(), noise.tolist(), strict=True)]
     q = vote.quantize(values, "int8", torch.ones(31), noise)
@@ -120,7 +120,7 @@ def test_quantize_rounds_as_the_reference_does():
 @pytest.mark.parametrize("kind", STOCHASTIC)
 def test_quantize_clips_at_the_largest_code(kind):
     largest = CODES[kind].largest
-    values = torch.tensor([[1e6, -1e6, 3e38, 5.0, -5.0, 0.0]])
+    values = torch.tensor([[1e6, -1e6, 3e38, 17.0, -17.0, 0.0]])
     for noise in (0, 65535):
         q = vote.quantize(values, kind, torch.ones(6), torch.full((6,), noise, dtype=torch.int32))
         assert q.tolist() == [[largest, -largest, largest, largest, -largest, 0]]
@@ -263,7 +263,7 @@ def test_sequence_votes_are_the_sign_of_the_sequences_gradient():
     ballot = ballot_of("sign", sample="sequence")
     cast(ballot, x.flatten(0, 1), delta.flatten(0, 1), sequence=6)
     wanted = torch.einsum("bto,bti->boi", delta, x).sign().sum(0)
-    assert (ballot.votes - wanted).abs().float().mean() < 1  # of at most 40 voices; 8 bits blur only what is near 0
+    assert (ballot.votes - wanted).abs().float().mean() < 2  # of at most 40 voices; 8 bits blur only what is near 0
     assert int(ballot.votes.abs().max()) <= 40
 
 

@@ -1,4 +1,4 @@
-"""The command line: gft demo | recipes | train | eval | reproduce | report | data.
+"""The command line: gft demo | recipes | train | eval | generate | reproduce | report | data | hardness.
 
 Errors a user can mend are one sentence on stderr and exit code 2; anything else is ours and keeps its traceback.
 """
@@ -15,6 +15,7 @@ try:
 
     from gft.lab import data as datasets
     from gft.lab import demo as demonstration
+    from gft.lab import generate as writing
     from gft.lab import report, tables, train
     from gft.lab.display import Bars, console
     from gft.lab.recipes import RECIPES, find
@@ -70,7 +71,7 @@ def train_command(recipe: str, steps: int | None = None, seed: int = 0, device: 
             result = told.result
     assert result is not None
     against = "" if result["paper"] is None else f" (paper: {result['paper']:g})"
-    console.print(f"{result['metric']} {result['value']:.2f}{against} on the {result['split']} split after "
+    console.print(f"{result['metric']} {result['value']:.4g}{against} on the {result['split']} split after "
                   f"{result['steps']} steps, {result['wall_s']:.1f} s. Everything is in {out}")
 
 
@@ -79,21 +80,43 @@ def evaluate(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A run f
              split: Annotated[str, typer.Option(help="train, val or test.")] = "val", device: Device = "auto") -> None:
     """Evaluate a trained run from its checkpoint."""
     value, recipe = train.evaluate_run(folder, split, device)
-    console.print(f"{recipe.name}: {recipe.metric} {value:.2f} on the {split} split")
+    console.print(f"{recipe.name}: {recipe.metric} {value:.4g} on the {split} split")
 
 
 @app.command()
-def reproduce(table: Annotated[str, typer.Argument(help=" | ".join([*tables.TITLES, "all"]))],
+def generate(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A run folder of a gpt recipe.")],
+             prompt: Annotated[str, typer.Option(help="What the text goes on from.")] = "\n", length: int = 500,
+             temperature: Annotated[float, typer.Option(help="0: always the likeliest; 1: the model's own spread.")] = 0.8,
+             top_k: Annotated[int, typer.Option(help="Draw from so many of the likeliest.")] = 20, seed: int = 0,
+             device: Device = "auto") -> None:
+    """Let a trained GPT write, and print as it goes."""
+    characters = writing.generate(folder, prompt, length=length, temperature=temperature, top_k=top_k, seed=seed,
+                                  device=device)
+    print(prompt, end="", flush=True)
+    for character in characters:
+        print(character, end="", flush=True)
+    print()
+
+
+@app.command()
+def reproduce(table: Annotated[str, typer.Argument(help=" | ".join([*tables.TITLES, "samples", "all"]))],
               seeds: Annotated[int, typer.Option(min=1)] = 5,
               rows: Annotated[list[str], typer.Option(help="Only recipes whose name contains this; repeatable.")] = [],  # noqa: B006
               paper: Annotated[bool, typer.Option("--paper", help="Train by the paper's own rule, gft.PAPER.")] = False,
+              packed: Annotated[bool, typer.Option("--packed", help="Without memory: packed levels and no state.")] = False,
               out: Annotated[Path, typer.Option(help="Where the tables' folders are made.")] = Path("runs/reproduce"),
               jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, each a process.")] = 1,
               device: Device = "auto", settings: Settings = []) -> None:  # noqa: B006
     """Run a table of the paper with several seeds; a stopped table goes on where it was."""
+    if paper and packed:
+        raise ValueError("--paper and --packed are two variants of a table; ask for one at a time")
+    if table == "samples":
+        console.print(f"Written: {tables.samples(out / 'shakespeare-gpt', device=device, settings=settings)}")
+        return
+    variant = "paper" if paper else "packed" if packed else "default"
     for name in tables.TITLES if table == "all" else [table]:
-        folder = out / (f"{name}-paper" if paper else name)
-        rows_done = tables.reproduce(name, folder, seeds=seeds, paper=paper, rows=rows, settings=settings, device=device,
+        folder = out / (name if variant == "default" else f"{name}-{variant}")
+        rows_done = tables.reproduce(name, folder, seeds=seeds, variant=variant, rows=rows, settings=settings, device=device,
                                      jobs=jobs)
         show_table(folder, rows_done)
 
@@ -112,19 +135,16 @@ def show_table(folder: Path, rows: list[dict[str, Any]]) -> None:
 @data_app.command("list")
 def data_list() -> None:
     """Say where data is looked for and what is there."""
-    console.print(f"Data folder: {datasets.data_folder()} (set GFT_DATA to change it)")
-    found = datasets.find_mnist()
-    where = f"in {next(iter(found.values())).parent}" if found else "missing; run: gft data fetch mnist"
-    console.print(f"  mnist   {where}")
-    console.print("  digits  comes with scikit-learn")
+    console.print(f"Data folder: {datasets.data_folder()} (set GFT_DATA to change it)", soft_wrap=True)
+    for name in datasets.names:
+        place = datasets.found(name)
+        console.print(f"  {name:14s} {f'in {place}' if place else f'missing; run: gft data fetch {name}'}", soft_wrap=True)
 
 
 @data_app.command("fetch")
-def data_fetch(name: Annotated[str, typer.Argument(help="mnist")] = "mnist") -> None:
+def data_fetch(name: Annotated[str, typer.Argument(help=" | ".join(datasets.names))] = "mnist") -> None:
     """Find a data set, or download it with its checksums."""
-    if name != "mnist":
-        raise datasets.DataError(f"no data set {name!r} to fetch; there is: mnist")
-    console.print(f"mnist is in {next(iter(datasets.fetch_mnist().values())).parent}")
+    console.print(f"{name} is in {datasets.fetch(name)}", soft_wrap=True)
 
 
 def main() -> None:

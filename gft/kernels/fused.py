@@ -1,4 +1,4 @@
-"""One launch where the torch definition takes dozens: stochastic rounding, and the step, with Philox inside.
+"""One launch where the torch definition takes dozens: the vote's stochastic rounding, and the step, with Philox inside.
 
 No autotuning: `_move_kernel` writes its input, and a tuner would apply the step once per candidate. Integer arithmetic
 throughout; the float products are followed by no addition, so no multiply-add can be fused into them.
@@ -9,58 +9,167 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-QUANTIZE_BLOCK = 1024
+# Tokens × features a program rounds at once, and how often it does so: it writes one partial sum of squares in all.
+TILE_TOKENS, TILE_FEATURES, TILES = 128, 64, 4
 MOVE_BLOCK = 1024
 
 
 @triton.jit
 def _noise16(element, seed, step, stream, call):
     """philox.noise16 of each element: the half-word (element % 8) of counter element // 8."""
-    # Each element draws the whole counter and keeps an eighth of it: arithmetic is cheaper here than a shuffle.
-    c0 = (element // 8).to(tl.uint32)
-    zero = c0 * 0
-    w0, w1, w2, w3 = tl.philox(seed, c0, zero + call.to(tl.uint32), zero + step.to(tl.uint32), zero + stream.to(tl.uint32))
+    # Each element draws the whole counter and keeps an eighth of it.
+    w0, w1, w2, w3 = _philox(element // 8, seed, step, stream, call)
     lane = (element % 8).to(tl.int32)
     place = lane // 2
     word = tl.where(place == 0, w0, tl.where(place == 1, w1, tl.where(place == 2, w2, w3)))
     return tl.where(lane % 2 == 0, word & 0xFFFF, word >> 16).to(tl.int32)
 
 
+@triton.jit
+def _philox(counter, seed, step, stream, call):
+    c0 = counter.to(tl.uint32)
+    zero = c0 * 0
+    return tl.philox(seed, c0, zero + call.to(tl.uint32), zero + step.to(tl.uint32), zero + stream.to(tl.uint32))
+
+
+@triton.jit
+def _noise16_by_eights(counter, seed, step, stream, call):
+    """(rows, n) counters -> (rows, 8n) noise: all eight half-words of each, side by side."""
+    w0, w1, w2, w3 = _philox(counter, seed, step, stream, call)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # (rows, n, 2, 2), whose last two axes count 0, 1, 2, 3
+    halves = tl.join(words & 0xFFFF, words >> 16)
+    return tl.reshape(halves, (counter.shape[0], counter.shape[1] * 8)).to(tl.int32)
+
+
 # Never specialised on their values: they change from step to step, and 1 would become a constant without a type.
 STREAM = ["seed", "step", "stream", "call"]
 
 
-@triton.jit(do_not_specialize=STREAM)
-def _quantize_kernel(values, factor, out, count, features, top, seed, step, stream, call, BLOCK: tl.constexpr):
-    element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    live = element < count
-    value = tl.load(values + element, mask=live, other=0.0).to(tl.float32)
-    finite = (value == value) & (tl.abs(value) != float("inf"))
-    scale = tl.load(factor + element % features, mask=live, other=0.0)
-    fixed = tl.where(finite, value, 0.0) * scale
-    fixed = tl.minimum(tl.maximum(fixed, -top), top).to(tl.int32)
-    q = (fixed + _noise16(element, seed, step, stream, call)) >> 16
-    tl.store(out + element, q.to(tl.int8), mask=live)
+@triton.jit(do_not_specialize=[*STREAM, "tokens"])
+def _quantize_kernel(values, rms, out, squares, not_finite, tokens, features, unit, smallest_rms, largest_squared, top,
+                     seed, step, stream, call,
+                     BY_EIGHTS: tl.constexpr, TOKENS: tl.constexpr, FEATURES: tl.constexpr, TILES: tl.constexpr):
+    chunk, feature_block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = feature_block * FEATURES + tl.arange(0, FEATURES)
+    inside = column < features
+    # A reciprocal, then a product, each rounded once: vote.fixed_point_factor.
+    scale = tl.div_rn(1.0, tl.maximum(tl.load(rms + column, mask=inside, other=1.0), smallest_rms)) * unit
+    total = tl.zeros((FEATURES,), tl.float32)
+    bad = tl.zeros((FEATURES,), tl.int32)
+    for tile in range(TILES):
+        row = (chunk * TILES + tile) * TOKENS + tl.arange(0, TOKENS)
+        live = (row < tokens)[:, None] & inside[None, :]
+        element = row[:, None] * features + column[None, :]
+        value = tl.load(values + element, mask=live, other=0.0).to(tl.float32)
+        finite = (value == value) & (tl.abs(value) != float("inf"))
+        value = tl.where(finite, value, 0.0)
+        bad += tl.sum((finite == 0).to(tl.int32), 0)
+        if BY_EIGHTS:
+            eighth = feature_block * (FEATURES // 8) + tl.arange(0, FEATURES // 8)
+            noise = _noise16_by_eights(row[:, None] * (features // 8) + eighth[None, :], seed, step, stream, call)
+        else:
+            noise = _noise16(element, seed, step, stream, call)
+        fixed = tl.minimum(tl.maximum(value * scale[None, :], -top), top).to(tl.int32)
+        q = ((fixed + noise) >> 16).to(tl.int8)
+        # Tokens last: the votes are a product over tokens, and int8 tensor cores want those side by side.
+        place = column.to(tl.int64)[:, None] * tokens + row[None, :]
+        tl.store(out + place, tl.trans(q), mask=tl.trans(live))
+        bounded = tl.minimum(tl.maximum(value, -largest_squared), largest_squared)
+        total += tl.sum(bounded * bounded, 0)
+    tl.store(squares + chunk * features + column, total, mask=inside)
+    tl.store(not_finite + chunk * features + column, bad, mask=inside)
 
 
-def quantize(values: Tensor,  # (n, features) float, contiguous
-             factor: Tensor,  # (features,) float32: what one unit of a value is worth in 1/65536 of q
-             largest: int, *, seed: int, step: int, stream: int, call: int) -> Tensor:  # (n, features) int8
-    """vote.quantize with the noise of philox.noise16."""
+def quantize(values: Tensor,  # (n, features) float
+             rms: Tensor,  # (features,) float32
+             *,
+             unit: float,  # what one rms is worth, in 1/65536 of q
+             smallest_rms: float, largest: int, largest_squared: float,
+             seed: int, step: int, stream: int, call: int) -> tuple[Tensor, Tensor, Tensor]:
+    """vote.quantize with the noise of philox.noise16, vote.mean_square, and how many values were NaN or inf.
+
+    q is (n, features) int8 and lies in memory feature by feature. Squares are summed in a fixed order.
+    """
     values = values.contiguous()
-    out = torch.empty(values.shape, dtype=torch.int8, device=values.device)
-    count = values.numel()
-    if count:
+    tokens, features = values.shape
+    out = torch.empty(features, tokens, dtype=torch.int8, device=values.device)
+    chunks = triton.cdiv(tokens, TILE_TOKENS * TILES)
+    squares = torch.empty(chunks, features, dtype=torch.float32, device=values.device)
+    not_finite = torch.empty(chunks, features, dtype=torch.int32, device=values.device)
+    if values.numel():
         with torch.cuda.device_of(values):  # Triton launches on the current device, not on the tensor's
-            _quantize_kernel[(triton.cdiv(count, QUANTIZE_BLOCK),)](
-                values, factor, out, count, values.shape[-1], float(largest * 65536), seed, step, stream, call,
-                BLOCK=QUANTIZE_BLOCK)
-    return out
+            _quantize_kernel[(chunks, triton.cdiv(features, TILE_FEATURES))](
+                values, rms, out, squares, not_finite, tokens, features, unit, smallest_rms, largest_squared,
+                float(largest * 65536), seed, step, stream, call,
+                BY_EIGHTS=features % 8 == 0, TOKENS=TILE_TOKENS, FEATURES=TILE_FEATURES, TILES=TILES, num_warps=8)
+    return out.t(), squares.sum(0) / max(tokens, 1), not_finite.sum()
 
 
-@triton.jit(do_not_specialize=[*STREAM, "cap", "p_min"])
+# ---------------------------------------------------------------------------------------------------- the step
+
+
+@triton.jit
+def _largest_kernel(votes, sums, count, BLOCK: tl.constexpr):
+    element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    size = tl.abs(tl.load(votes + element, mask=element < count, other=0).to(tl.int64))
+    tl.atomic_max(sums, tl.max(size, 0))
+
+
+@triton.jit
+def _shift(largest):
+    """Bits of the largest |vote| beyond the 15th."""
+    shift = largest * 0
+    for bit in tl.static_range(15, 63):
+        shift += ((largest >> bit) > 0).to(tl.int64)
+    return shift
+
+
+@triton.jit
+def _squares_kernel(votes, sums, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    shift = _shift(tl.load(sums))
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    live = (row < rows)[:, None] & (column < columns)[None, :]
+    vote = tl.load(votes + row[:, None] * columns + column[None, :], mask=live, other=0)
+    small = (vote >> shift.to(vote.dtype)).to(tl.int32)
+    square = (small * small).to(tl.int64)
+    by_row = tl.sum(square, 1)
+    # Integer sums are the same in any order, so atomics are as good as any.
+    tl.atomic_add(sums + 1, tl.sum(by_row, 0))
+    tl.atomic_add(sums + 2 + row, by_row, mask=row < rows)
+    tl.atomic_add(sums + 2 + rows + column, tl.sum(square, 0), mask=column < columns)
+
+
+@triton.jit(do_not_specialize=["rows", "columns", "gain"])
+def _factors_kernel(sums, factors, rows, columns, gain, BLOCK: tl.constexpr):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = place < rows + columns
+    is_row = place < rows
+    total = tl.load(sums + 1).to(tl.float64)
+    count = rows.to(tl.int64) * columns
+    overall = tl.sqrt(total / count.to(tl.float64)) / (1 << _shift(tl.load(sums))).to(tl.float64)
+    mean = tl.load(sums + 2 + place, mask=live, other=0).to(tl.float64) / tl.where(is_row, columns, rows).to(tl.float64)
+    inverse = tl.where(mean > 0, 1.0 / tl.sqrt(tl.where(mean > 0, mean, 1.0)), 0.0)
+    factor = tl.where(is_row, inverse * overall * gain, inverse)  # gain widens to float64
+    tl.store(factors + place, factor.to(tl.float32), mask=live)
+
+
+def rounding_factors(votes: Tensor, gain: float) -> tuple[Tensor, Tensor]:
+    """step.rounding_factors: (out, 1) and (1, in) float32. `gain` must be a float32."""
+    votes = votes.contiguous()
+    rows, columns = votes.shape
+    sums = torch.zeros(2 + rows + columns, dtype=torch.int64, device=votes.device)  # largest, total, rows, columns
+    factors = torch.empty(rows + columns, dtype=torch.float32, device=votes.device)
+    with torch.cuda.device_of(votes):
+        _largest_kernel[(triton.cdiv(votes.numel(), 4096),)](votes, sums, votes.numel(), BLOCK=4096)
+        _squares_kernel[(triton.cdiv(rows, 64), triton.cdiv(columns, 64))](votes, sums, rows, columns, ROWS=64, COLUMNS=64)
+        _factors_kernel[(triton.cdiv(rows + columns, 512),)](sums, factors, rows, columns, gain, BLOCK=512)
+    return factors[:rows, None], factors[None, rows:]
+
+
+@triton.jit(do_not_specialize=[*STREAM, "cap", "p_min", "follow"])
 def _move_kernel(stored, votes, row_factor, column_factor, least, largest, flips, count, columns, bytes_a_row, cap, p_min,
-                 seed, step, stream, call,
+                 follow, seed, step, stream, call,
                  TOPK: tl.constexpr, PACKED: tl.constexpr, WIDTH: tl.constexpr, TOP_LEVEL: tl.constexpr,
                  MEMORY_BITS: tl.constexpr, BLOCK: tl.constexpr):
     byte = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -93,7 +202,15 @@ def _move_kernel(stored, votes, row_factor, column_factor, least, largest, flips
             share = vote.to(tl.float32) * tl.load(row_factor + row, mask=live, other=0.0)
             share = share * tl.load(column_factor + column, mask=live, other=0.0)
             move = (tl.minimum(tl.maximum(share, -cap), cap).to(tl.int32) + noise) >> 16
-        new = tl.minimum(tl.maximum(old - move, -TOP_LEVEL * UNIT), TOP_LEVEL * UNIT)
+        if TOPK or MEMORY_BITS == 0:
+            new = tl.minimum(tl.maximum(old - move, -TOP_LEVEL * UNIT), TOP_LEVEL * UNIT)
+        else:
+            level = (old + HALF) >> MEMORY_BITS
+            z = old - level * UNIT + level * HALF - move
+            z = tl.minimum(tl.maximum(z, -TOP_LEVEL * HALF), TOP_LEVEL * HALF)
+            z = tl.minimum(tl.maximum(z, (level - 1) * HALF), (level + 1) * HALF - 1)
+            nearest = (z + HALF // 2 - ((noise >> 8) & 1)) >> (MEMORY_BITS - 1)
+            new = tl.where((noise & 255) < follow, nearest, level) * HALF + z
         changed += (live & (((new + HALF) >> MEMORY_BITS) != ((old + HALF) >> MEMORY_BITS))).to(tl.int32)
         if PACKED:
             result |= tl.where(live, new + TOP_LEVEL, 0) << (WIDTH * place)
@@ -113,6 +230,7 @@ def move(stored: Tensor,  # (rows, bytes) uint8 or (rows, columns) int8, changed
          packed_width: int,  # bits of a packed level, 0 if stored with memory
          top_level: int,
          memory_bits: int,
+         follow: int,
          seed: int, step: int, stream: int, call: int,
          row: Tensor | None = None, column: Tensor | None = None, cap: float = 0.0,  # step.Rounding
          least: Tensor | None = None, largest: Tensor | None = None, p_min: int = 0) -> Tensor:  # step.TopK
@@ -125,7 +243,7 @@ def move(stored: Tensor,  # (rows, bytes) uint8 or (rows, columns) int8, changed
         with torch.cuda.device_of(stored):
             _move_kernel[(triton.cdiv(count, MOVE_BLOCK),)](
                 stored, votes, *(unused if one is None else one.contiguous() for one in (row, column, least, largest)),
-                flips, count, columns, stored.shape[1], cap, p_min, seed, step, stream, call,
+                flips, count, columns, stored.shape[1], cap, p_min, follow, seed, step, stream, call,
                 TOPK=least is not None, PACKED=packed_width > 0, WIDTH=packed_width or 8, TOP_LEVEL=top_level,
                 MEMORY_BITS=memory_bits, BLOCK=MOVE_BLOCK)
         torch.autograd.graph.increment_version(stored)  # autograd does not see what a kernel writes

@@ -7,6 +7,7 @@ from typing import Any
 from gft.lab import report, train
 from gft.lab.display import Bars, console
 from gft.lab.recipes import RECIPES
+from gft.lab.runs import write_json
 
 RECIPE_NAMES = ("digits-fp", "digits-hybrid-4bit", "digits-quantized-2bit")
 
@@ -31,8 +32,8 @@ def demo(out: Path, seed: int = 0) -> list[dict[str, Any]]:
     ordered = [results[name] for name in RECIPE_NAMES]
     console.print(report.demo_table(ordered))
     report.plot_curves({RECIPES[name].row: [report.validation_curve(out / name)] for name in RECIPE_NAMES},
-                       "Digits: validation accuracy", "%", [out / "curves.png"])
-    train.write_json(out / "result.json", ordered)
+                       "Digits", "accuracy", [out / "curves.png"])
+    write_json(out / "result.json", ordered)
     console.print(f"Curves       {out / 'curves.png'}\nNumbers      {out / 'result.json'}\n"
                   f"Look closer  gft eval {out / RECIPE_NAMES[2]}\n"
                   "Next         gft recipes; gft train mnist-dnn-hybrid-4bit", soft_wrap=True)

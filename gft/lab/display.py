@@ -13,7 +13,7 @@ class Bars:
 
     def __init__(self) -> None:
         self._progress = Progress(
-            TextColumn("{task.description:<24}"), BarColumn(bar_width=None),
+            TextColumn("{task.description:<34}"), BarColumn(bar_width=None),
             TextColumn("{task.completed:>5.0f}/{task.total:.0f}"),
             TextColumn("loss {task.fields[loss]:>7}"), TextColumn("val {task.fields[val]:>6}"),
             TimeElapsedColumn(), console=console)
@@ -36,7 +36,7 @@ class Bars:
         if told.loss is not None:
             fields["loss"] = f"{told.loss:.4f}"
         if told.val is not None:
-            fields["val"] = f"{told.val:.2f}"
+            fields["val"] = f"{told.val:.4g}"
         self._progress.update(self._tasks[name], completed=told.step, **fields)
 
     def done(self, name: str) -> None:
@@ -44,5 +44,5 @@ class Bars:
         if name in self._tasks:
             self._progress.remove_task(self._tasks.pop(name))
 
-    def advance(self, name: str) -> None:
-        self._progress.advance(self._tasks[name])
+    def advance(self, name: str, by: int = 1) -> None:
+        self._progress.advance(self._tasks[name], by)

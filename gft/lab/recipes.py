@@ -1,7 +1,8 @@
 """Recipes: every experiment of the paper as a function that returns a typed config.
 
-A recipe with the suffix "-paper" trains by the paper's own rule and start (`gft.PAPER`); the one without it by the
-library's default settings. Change any field with `gft train NAME --set field=value`.
+A recipe trains by the library's default settings. Two variants of each integer row stand beside it: "-paper" trains by
+the paper's own rule from the paper's start (`gft.PAPER`), "-packed" by the default rule without vote memory, so that
+nothing but the packed levels is kept. Change any field with `gft train NAME --set field=value`.
 """
 
 import dataclasses
@@ -9,11 +10,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
-from gft.lab.data import LOADERS
+from gft.lab import data as datasets
 from gft.lab.models.dnn import ACTIVATIONS, NORMS
 from gft.optimizer import PAPER
 
-QUANTIZE = ("none", "hidden", "all")
+CHOICES = {
+    "metric": ("accuracy", "loss"),
+    "model": ("dnn", "gpt", "vit"),
+    "norm": NORMS,
+    "activation": tuple(ACTIVATIONS),
+    "quantize": ("none", "hidden", "all", "mlp", "blocks"),
+    "precision": ("fp32", "bf16"),
+    "augment": datasets.AUGMENT,
+}
 
 
 @dataclass(frozen=True)
@@ -22,23 +31,30 @@ class Recipe:
     table: str  # which table of the paper, if any
     row: str  # its row
     paper: float | None  # the paper's value
-    metric: str = "accuracy"  # in %
+    metric: str = "accuracy"  # in %, or the validation loss in nats
 
     # data and budget
     data: str = "mnist"
+    augment: str = "none"  # of the training images
     batch: int = 256
     steps: int = 1960  # 10 epochs of 50,000
+    eval_every: int = 0  # steps; 0: once an epoch
+    eval_batch: int = 2000
 
     # the network
+    model: str = "dnn"
     width: int = 4096
     depth: int = 5
-    norm: str = "rms"
-    activation: str = "relu"
-    dropout: float = 0.0  # after each hidden layer
-    input_dropout: float = 0.0
+    heads: int = 8  # gpt, vit
+    patch: int = 4  # vit
+    norm: str = "rms"  # dnn
+    activation: str = "relu"  # dnn
+    dropout: float = 0.0
+    input_dropout: float = 0.0  # dnn
+    precision: str = "fp32"  # of the products on a GPU
 
     # which of its layers are integers, and how they are kept
-    quantize: str = "none"  # none, hidden (all but the first and last), all
+    quantize: str = "none"  # dnn: hidden (all but the first and last), all; gpt and vit: mlp, blocks (attention too)
     bits: int = 32
     memory: bool = True
     init: str = "keep"
@@ -49,23 +65,36 @@ class Recipe:
     sample: str = "token"
     mask: str = "none"
     lr: float = 0.2
+    inertia: float = 0.9
     p_min: float = 0.001
 
     # how the rest learns: AdamW's arguments
     dense_lr: float = 6e-4
     weight_decay: float = 0.1
+    beta2: float = 0.999
+
+    # both
+    warmup: int = 0  # steps; then both rates fall linearly to 0
+    label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:
-        for key, choices in (("quantize", QUANTIZE), ("data", tuple(LOADERS)), ("norm", NORMS),
-                             ("activation", tuple(ACTIVATIONS))):
+        datasets.check(self.data)
+        for key, choices in CHOICES.items():
             if getattr(self, key) not in choices:
                 raise ValueError(f"{key}={getattr(self, key)!r}: choose one of {', '.join(choices)}")
-        for key in ("steps", "batch", "width"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"{key}={getattr(self, key)}: give at least 1")
-        if not self.dense_lr >= 0 or not 0 <= self.dropout < 1 or not 0 <= self.input_dropout < 1:
-            raise ValueError(f"dense_lr={self.dense_lr}, dropout={self.dropout}, input_dropout={self.input_dropout}: a rate "
-                             "must not be negative, dropout lies between 0 and 1")
+        for key, least in (("steps", 1), ("batch", 1), ("eval_batch", 1), ("width", 1), ("depth", 1), ("heads", 1),
+                           ("patch", 1), ("warmup", 0), ("eval_every", 0)):
+            if getattr(self, key) < least:
+                raise ValueError(f"{key}={getattr(self, key)}: give at least {least}")
+        for key in ("dropout", "input_dropout", "label_smoothing", "beta2"):
+            if not 0 <= getattr(self, key) < 1:
+                raise ValueError(f"{key}={getattr(self, key)}: it lies between 0 and 1")
+        if not self.dense_lr >= 0:
+            raise ValueError(f"dense_lr={self.dense_lr}: a rate must not be negative")
+
+    @property
+    def lower_is_better(self) -> bool:
+        return self.metric == "loss"
 
     def changed(self, settings: list[str]) -> "Recipe":
         """A copy with each "key=value" applied, read as the field's type."""
@@ -85,22 +114,27 @@ class Recipe:
 
 _BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
-# The paper's values, top-1 % on validation (Tables 1 and 6).
+# The paper's values: top-1 % on validation, or the validation loss (Tables 1, 2, 3 and 6).
 MNIST_DNN = {("none", 32): 98.7, ("hidden", 4): 98.1, ("hidden", 3): 97.7, ("hidden", 2): 95.2,
              ("all", 4): 96.7, ("all", 3): 93.4, ("all", 2): 87.4}
+SHAKESPEARE_GPT = {("none", 32): 1.57, ("mlp", 4): 1.53, ("mlp", 3): 1.61, ("mlp", 2): 1.93,
+                   ("blocks", 4): 1.59, ("blocks", 3): 1.72, ("blocks", 2): 2.55}
+MNIST_VIT = {("none", 32): 99.5, ("mlp", 4): 95.6, ("mlp", 3): 95.0, ("mlp", 2): 86.4,
+             ("blocks", 4): 90.1, ("blocks", 3): 87.5, ("blocks", 2): 22.1}
+IMAGENETTE_VIT = {("none", 32): 90.8, ("mlp", 4): 84.9, ("mlp", 3): 85.4, ("mlp", 2): 74.1,
+                  ("blocks", 4): 77.0, ("blocks", 3): 70.4, ("blocks", 2): 35.4}
 DEPTH = {2: 84.46, 3: 88.82, 5: 89.24, 7: 88.53, 10: 88.47}
-LEVELS = {"none": "fp", "hidden": "hybrid", "all": "quantized"}
-ROWS = {"none": "Full-Precision", "hidden": "Hybrid", "all": "Quantized"}
+
+# How the paper calls what is quantized.
+ROWS = {"none": "Full-Precision", "hidden": "Hybrid", "all": "Quantized", "mlp": "Hybrid-1", "blocks": "Hybrid-2"}
+NAMES = {"none": "fp", "hidden": "hybrid", "all": "quantized", "mlp": "hybrid1", "blocks": "hybrid2"}
 
 
-def as_paper(recipe: Recipe) -> Recipe:
-    """The same network trained by the paper's rule from the paper's start, packed, with no state.
-
-    The paper names no activation. With ReLU its rule diverges on the all-quantized network, with tanh it trains.
-    """
-    activation = "tanh" if recipe.quantize == "all" else recipe.activation
-    return dataclasses.replace(recipe, name=f"{recipe.name}-paper", memory=False, init="paper", norm="rms",
-                               activation=activation, **PAPER)
+def row(table: str, quantize: str, bits: int, paper: float | None) -> dict[str, Any]:
+    """What one row of a table says of itself."""
+    suffix = "" if quantize == "none" else f"-{bits}bit"
+    return {"name": f"{table}-{NAMES[quantize]}{suffix}", "table": table, "row": ROWS[quantize] + suffix.replace("-", " "),
+            "paper": paper, "quantize": quantize, "bits": bits}
 
 
 def mnist_dnn(quantize: str, bits: int) -> Recipe:
@@ -109,11 +143,9 @@ def mnist_dnn(quantize: str, bits: int) -> Recipe:
     The norm (never with parameters) is what served each level best: batch norm where float layers learn, RMS norm where
     none does. Full precision overfits without some dropout; the integer rows lose by it. See docs/lab-notes.md.
     """
-    suffix = "" if quantize == "none" else f"-{bits}bit"
     full_precision = quantize == "none"
-    return Recipe(name=f"mnist-dnn-{LEVELS[quantize]}{suffix}", table="mnist-dnn",
-                  row=ROWS[quantize] + suffix.replace("-", " "), paper=MNIST_DNN[quantize, bits],
-                  quantize=quantize, bits=bits, norm="rms" if quantize == "all" else "batch",
+    return Recipe(**row("mnist-dnn", quantize, bits, MNIST_DNN[quantize, bits]),
+                  norm="rms" if quantize == "all" else "batch",
                   dropout=0.2 if full_precision else 0.0, input_dropout=0.1 if full_precision else 0.0)
 
 
@@ -123,25 +155,79 @@ def depth(layers: int) -> Recipe:
                   quantize="all", bits=2, depth=layers)
 
 
+def shakespeare_gpt(quantize: str, bits: int) -> Recipe:
+    """One row of Table 2: nanoGPT, 2000 steps of 128 windows of 256 characters."""
+    return Recipe(**row("shakespeare-gpt", quantize, bits, SHAKESPEARE_GPT[quantize, bits]), metric="loss", model="gpt",
+                  data="shakespeare", batch=128, steps=2000, warmup=10, eval_every=100, eval_batch=128, width=384, depth=6,
+                  heads=6, dropout=0.2, precision="bf16")
+
+
+def mnist_vit(quantize: str, bits: int) -> Recipe:
+    """One row of the upper half of Table 3: 28×28 in patches of 4, 4000 steps."""
+    return Recipe(**row("mnist-vit", quantize, bits, MNIST_VIT[quantize, bits]), model="vit", data="mnist-images", batch=256,
+                  steps=4000, warmup=100, eval_every=400, eval_batch=1000, width=512, depth=12, heads=8, patch=4,
+                  precision="bf16")
+
+
+def imagenette_vit(quantize: str, bits: int) -> Recipe:
+    """One row of the lower half of Table 3: 224×224 in patches of 16, 5000 steps, the same light augmentation for all."""
+    return Recipe(**row("imagenette-vit", quantize, bits, IMAGENETTE_VIT[quantize, bits]), model="vit", data="imagenette",
+                  augment="light", batch=256, steps=5000, warmup=500, eval_every=500, eval_batch=512, width=512, depth=12,
+                  heads=8, patch=16, precision="bf16")
+
+
 def digits(quantize: str, bits: int) -> Recipe:
     """The demo's networks, small enough for a minute on a laptop."""
-    suffix = "" if quantize == "none" else f"-{bits}bit"
-    return Recipe(name=f"digits-{LEVELS[quantize]}{suffix}", table="demo", row=ROWS[quantize] + suffix.replace("-", " "),
-                  paper=None, data="digits", batch=100, steps=360, width=256, depth=4, quantize=quantize, bits=bits,
+    return Recipe(**row("digits", quantize, bits, None), data="digits", batch=100, steps=360, width=256, depth=4,
                   dense_lr=2e-3)
 
 
+def verses_gpt(quantize: str, bits: int) -> Recipe:
+    """A GPT on a few embedded sonnets: the transformer's demo."""
+    return Recipe(**row("verses-gpt", quantize, bits, None), metric="loss", model="gpt", data="verses", batch=16, steps=300,
+                  warmup=10, eval_every=50, eval_batch=64, width=96, depth=2, heads=4, dense_lr=3e-3)
+
+
+def as_paper(recipe: Recipe) -> Recipe:
+    """The same network trained by the paper's rule from the paper's start, packed, with no state.
+
+    The paper names no activation. With ReLU its rule diverges on the all-quantized DNN, with tanh it trains.
+    """
+    activation = "tanh" if recipe.quantize == "all" else recipe.activation
+    return dataclasses.replace(recipe, name=f"{recipe.name}-paper", memory=False, init="paper", norm="rms",
+                               activation=activation, **PAPER)
+
+
+def as_packed(recipe: Recipe) -> Recipe:
+    """The same by the default rule without memory: 0.25 B a 2-bit weight, 0.5 B a 3- or 4-bit one, and no state."""
+    return dataclasses.replace(recipe, name=f"{recipe.name}-packed", memory=False)
+
+
+VARIANTS = {"default": lambda recipe: recipe, "paper": as_paper, "packed": as_packed}
+
+
+def variant_of(name: str) -> str:
+    """Which variant a recipe's name says it is."""
+    return next((variant for variant in VARIANTS if name.endswith(f"-{variant}")), "default")
+
+
+def _rows_of_the_paper() -> Iterator[Recipe]:
+    for make, values in ((mnist_dnn, MNIST_DNN), (shakespeare_gpt, SHAKESPEARE_GPT), (mnist_vit, MNIST_VIT),
+                         (imagenette_vit, IMAGENETTE_VIT)):
+        yield from (make(quantize, bits) for quantize, bits in values)
+    yield from (depth(layers) for layers in DEPTH)
+
+
 def _all() -> Iterator[Recipe]:
-    for key in MNIST_DNN:
-        recipe = mnist_dnn(*key)
+    for recipe in _rows_of_the_paper():
         yield recipe
         if recipe.quantize != "none":
             yield as_paper(recipe)
-    for layers in DEPTH:
-        yield depth(layers)
-        yield as_paper(depth(layers))
+            yield as_packed(recipe)
     for key in (("none", 32), ("hidden", 4), ("all", 2)):
         yield digits(*key)
+    for key in (("none", 32), ("mlp", 4), ("blocks", 2)):
+        yield verses_gpt(*key)
 
 
 RECIPES = {recipe.name: recipe for recipe in _all()}

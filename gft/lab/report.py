@@ -47,7 +47,7 @@ def table_rows(results: Sequence[Result], command: str) -> list[dict[str, Any]]:
         rows.append({
             "name": first["row"], "recipe": recipe, "paper": first["paper"], "mean": mean,
             "std": statistics.stdev(values) if len(values) > 1 else 0.0, "n": len(values),
-            "seeds": [run["seed"] for run in runs], "values": values, "lower_is_better": False,
+            "seeds": [run["seed"] for run in runs], "values": values, "lower_is_better": first["metric"] == "loss",
             "gap": None if first["paper"] is None else mean - first["paper"],
             **{key: first[key] for key in ("metric", "steps", "fp32_params", "quantized_params", "bits", "bits_total",
                                            "bytes_per_weight", "updates_estimated", "energy_estimate_j")},
@@ -66,11 +66,16 @@ COLUMNS = ("row", "paper", "ours", "gap", "n", "bytes a weight", "bits", "update
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
-    gap = "–" if row["gap"] is None else f"{row['gap']:+.2f}"
-    spread = f" ± {row['std']:.2f}" if row["n"] > 1 else ""
-    return [row["name"], f"{row['paper']:g}", f"{row['mean']:.2f}{spread}", gap, str(row["n"]),
+    digits = 3 if row["metric"] == "loss" else 2
+    paper = "–" if row["paper"] is None else f"{row['paper']:g}"
+    gap = "–" if row["gap"] is None else f"{row['gap']:+.{digits}f}"
+    spread = f" ± {row['std']:.{digits}f}" if row["n"] > 1 else ""
+    return [row["name"], paper, f"{row['mean']:.{digits}f}{spread}", gap, str(row["n"]),
             f"{row['bytes_per_weight']:g}", short(row["bits_total"]), short(row["updates_estimated"]),
             short(row["updates_actual"]), f"{row['energy_estimate_j']:.2f} J", f"{row['wall_s']:.0f} s"]
+
+
+METRICS = {"accuracy": "Validation accuracy in %", "loss": "Validation loss in nats (lower is better)"}
 
 
 def markdown(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
@@ -78,8 +83,8 @@ def markdown(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
     lines += ["| " + " | ".join(_cells(row)) + " |" for row in rows]
     seeds = sorted({seed for row in rows for seed in row["seeds"]})  # a row with n of them has the first n
     where = {key: ", ".join(dict.fromkeys(row[key] for row in rows)) for key in ("commit", "device", "torch", "command")}
-    lines += ["", f"Validation accuracy in %, mean ± standard deviation over n seeds ({', '.join(map(str, seeds))}); gap "
-              "to the paper in points.", "",
+    lines += ["", f"{METRICS[rows[0]['metric']]}, mean ± standard deviation over n seeds ({', '.join(map(str, seeds))}); "
+              "gap: ours minus the paper's.", "",
               "Time is the wall time of one run, beside as many others as the command's --jobs says.", "",
               f"Command: `{where['command']}` · commit {where['commit']} · {where['device']} · torch {where['torch']}", ""]
     return "\n".join(lines)
@@ -106,7 +111,7 @@ def validation_curve(run: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["val"]) for line in lines if "val" in line]
 
 
-def plot_curves(curves: Mapping[str, Sequence[Sequence[tuple[int, float]]]], title: str, ylabel: str,
+def plot_curves(curves: Mapping[str, Sequence[Sequence[tuple[int, float]]]], title: str, metric: str,
                 files: Iterable[Path]) -> None:
     """Name -> the curves of its seeds; drawn as their mean with a band from the least to the largest."""
     import matplotlib
@@ -121,12 +126,14 @@ def plot_curves(curves: Mapping[str, Sequence[Sequence[tuple[int, float]]]], tit
         values = np.array([[value for _, value in seed] for seed in seeds])
         (line,) = axes.plot(steps, values.mean(0), label=name, linewidth=1.6, marker="o", markersize=2.5)
         axes.fill_between(steps, values.min(0), values.max(0), color=line.get_color(), alpha=0.18, linewidth=0)
-    best = max(value for seeds in curves.values() for seed in seeds for _, value in seed)
-    worst = min(min(value for _, value in seed[len(seed) // 4 :]) for seeds in curves.values() for seed in seeds)
-    axes.set_ylim(max(worst - 1, 0), best + 0.3)
-    axes.set(title=title, xlabel="step", ylabel=ylabel)
+    # The first quarter of a curve may be far off; the rest should fill the picture.
+    settled = [value for seeds in curves.values() for seed in seeds for _, value in seed[len(seed) // 4 :]]
+    if settled:
+        margin = 0.08 * (max(settled) - min(settled)) or 0.1
+        axes.set_ylim(max(min(settled) - margin, 0), max(settled) + margin)
+    axes.set(title=title, xlabel="step", ylabel=METRICS[metric].lower())
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    axes.legend(frameon=False, fontsize=8, loc="upper right" if metric == "loss" else "lower right")
     for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(file, dpi=160)

@@ -1,49 +1,68 @@
 """Reproducing a table of the paper: every row with several seeds, resumably, several runs at a time if asked.
 
-Each run has its folder OUT/RECIPE/seed-S. A run that has its result is not run again, one that has a checkpoint goes
-on from it; so a stopped table continues, and one more seed costs one more seed.
+Each run has its folder OUT/RECIPE/seed-S, and once finished a line in OUT/runs.jsonl with its settings, result and
+validation curve. A run that has its line is not run again, one that has a checkpoint goes on from it; so a stopped table
+continues, one more seed costs one more seed, and lines made on another machine can be added to the file.
 """
 
+import dataclasses
 import json
 import multiprocessing
 import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gft.lab import report, train
+from gft.lab import report, runs, train
 from gft.lab.display import Bars
-from gft.lab.recipes import RECIPES, Recipe
+from gft.lab.generate import sample_of
+from gft.lab.recipes import RECIPES, VARIANTS, Recipe, variant_of
 
-TITLES = {"mnist-dnn": "DNN on MNIST (paper, Table 1)", "depth": "Ternary DNN on MNIST by depth (paper, Table 6)"}
+TITLES = {
+    "mnist-dnn": "DNN on MNIST (paper, Table 1)",
+    "shakespeare-gpt": "nanoGPT on Tiny Shakespeare (paper, Table 2)",
+    "mnist-vit": "ViT on MNIST (paper, Table 3)",
+    "imagenette-vit": "ViT on Imagenette (paper, Table 3)",
+    "depth": "Ternary DNN on MNIST by depth (paper, Table 6)",
+}
+SUBTITLES = {"default": "", "paper": ", the paper's own rule", "packed": ", without memory: packed levels and no state"}
+# The paper's figure of generated text shows these three; their checkpoints are kept.
+SAMPLED = ("shakespeare-gpt-fp", "shakespeare-gpt-hybrid1-4bit", "shakespeare-gpt-hybrid1-2bit")
+
+Run = tuple[Recipe, int, Path]
+Line = dict[str, Any]
 
 
-def recipes_of(table: str, paper: bool, rows: Sequence[str] = ()) -> list[Recipe]:
-    """The recipes of a table, those of `gft.PAPER` if asked; `rows` keeps only names that contain one of its words."""
+def recipes_of(table: str, variant: str = "default", rows: Sequence[str] = ()) -> list[Recipe]:
+    """The recipes of a table in one variant; `rows` keeps only names that contain one of its words."""
     if table not in TITLES:
         raise ValueError(f"no table {table!r}; choose one of {', '.join(TITLES)}")
-    chosen = [recipe for recipe in RECIPES.values() if recipe.table == table and recipe.name.endswith("-paper") == paper
+    if variant not in VARIANTS:
+        raise ValueError(f"no variant {variant!r}; choose one of {', '.join(VARIANTS)}")
+    chosen = [recipe for recipe in RECIPES.values() if recipe.table == table and variant_of(recipe.name) == variant
               and (not rows or any(row in recipe.name for row in rows))]
     if not chosen:
         raise ValueError(f"--rows {' '.join(rows)} names no row of {table}; gft recipes lists them")
     return chosen
 
 
-def reproduce(table: str, out: Path, *, seeds: int = 5, paper: bool = False, rows: Sequence[str] = (),
-              settings: Sequence[str] = (), device: str = "auto", jobs: int = 1) -> list[dict[str, Any]]:
+def reproduce(table: str, out: Path, *, seeds: int = 5, variant: str = "default", rows: Sequence[str] = (),
+              settings: Sequence[str] = (), device: str = "auto", jobs: int = 1) -> list[Line]:
     """Run what is missing of a table, then write it (`write_table`) beside the runs."""
-    recipes = [recipe.changed(list(settings)) for recipe in recipes_of(table, paper, rows)]
-    runs = [(recipe, seed, out / recipe.name / f"seed-{seed}") for seed in range(seeds) for recipe in recipes]
+    recipes = [recipe.changed(list(settings)) for recipe in recipes_of(table, variant, rows)]
     train.resolve_device(device)
-    command = " ".join(["gft reproduce", table, f"--seeds {seeds}", *(["--paper"] if paper else []),
+    command = " ".join(["gft reproduce", table, f"--seeds {seeds}", *([f"--{variant}"] if variant != "default" else []),
                         *(f"--rows {row}" for row in rows), *(f"--set {setting}" for setting in settings),
                         *([f"--jobs {jobs}"] if jobs > 1 else [])])
+    finished = read_lines(out)
+    missing = [(recipe, seed, out / recipe.name / f"seed-{seed}") for seed in range(seeds) for recipe in recipes
+               if not has_line(finished, recipe, seed)]
     out.mkdir(parents=True, exist_ok=True)
-    train.write_json(out / "command.json", {"title": TITLES[table] + (", the paper's own rule" if paper else ""),
-                                            "command": command, "recipes": [recipe.name for recipe in recipes]})
+    runs.write_json(out / "about.json", {"title": TITLES[table] + SUBTITLES[variant], "command": command})
     with Bars() as bars:
-        bars.add("all runs", len(runs))
-        for name, told in (_in_turn(runs, device) if jobs == 1 else _side_by_side(runs, device, jobs)):
+        bars.add("all runs", seeds * len(recipes))
+        bars.advance("all runs", seeds * len(recipes) - len(missing))
+        for name, told in (_in_turn(missing, device) if jobs == 1 else _side_by_side(missing, device, jobs)):
             bars.show(name, told)
             if told.result is not None:
                 bars.done(name)
@@ -51,36 +70,80 @@ def reproduce(table: str, out: Path, *, seeds: int = 5, paper: bool = False, row
     return write_table(out)
 
 
-def write_table(out: Path) -> list[dict[str, Any]]:
+def read_lines(out: Path) -> dict[tuple[str, int], Line]:
+    """(recipe, seed) -> its line: those of runs.jsonl, and of every run folder that has its result."""
+    lines = {}
+    if (out / "runs.jsonl").exists():
+        for number, text in enumerate((out / "runs.jsonl").read_text().splitlines(), 1):
+            try:
+                line = json.loads(text)
+                lines[line["recipe"], line["seed"]] = line
+            except (json.JSONDecodeError, KeyError, TypeError):
+                raise ValueError(f"{out / 'runs.jsonl'}, line {number}: not a run's result; mend or delete it") from None
+    for file in sorted(out.glob("*/seed-*/result.json")):
+        result = runs.read_json(file)
+        lines[result["recipe"], result["seed"]] = {**result, "curve": report.validation_curve(file.parent)}
+    return lines
+
+
+def has_line(lines: Mapping[tuple[str, int], Line], recipe: Recipe, seed: int) -> bool:
+    """Is this run finished, with these very settings?"""
+    line = lines.get((recipe.name, seed))
+    return line is not None and line.get("config") == dataclasses.asdict(recipe)
+
+
+def write_table(out: Path) -> list[Line]:
     """table.md, table.json, runs.jsonl and curves.{png,svg} from every finished run in the folder of a table."""
-    if not (out / "command.json").exists():
-        raise ValueError(f"{out} is not the folder of a table (it has no command.json); give one that gft reproduce made")
-    about = train.read_json(out / "command.json")
-    folders = {name: sorted(file.parent for file in (out / name).glob("seed-*/result.json")) for name in about["recipes"]}
-    finished = {name: runs for name, runs in folders.items() if runs}
-    if not finished:
+    if not (out / "about.json").exists():
+        raise ValueError(f"{out} is not the folder of a table (it has no about.json); give one that gft reproduce made")
+    about = runs.read_json(out / "about.json")
+    order = {name: place for place, name in enumerate(RECIPES)}
+    lines = sorted(read_lines(out).values(), key=lambda line: (order.get(line["recipe"], len(order)), line["seed"]))
+    if not lines:
         raise ValueError(f"no run in {out} is finished yet; go on with: {about['command']}")
-    results = [train.read_json(folder / "result.json") for runs in finished.values() for folder in runs]
-    rows = report.table_rows(results, about["command"])
-    train.write_json(out / "table.json", {"title": about["title"], "rows": rows})
-    train.write_text(out / "table.md", report.markdown(about["title"], rows))
-    train.write_text(out / "runs.jsonl", "".join(json.dumps(result) + "\n" for result in results))
-    curves = {row["name"]: [report.validation_curve(folder) for folder in finished[row["recipe"]]] for row in rows}
-    report.plot_curves(curves, about["title"], "validation accuracy, %", [out / "curves.png", out / "curves.svg"])
+    rows = report.table_rows(lines, about["command"])
+    runs.write_json(out / "table.json", {"title": about["title"], "rows": rows})
+    runs.write_text(out / "table.md", report.markdown(about["title"], rows))
+    runs.write_text(out / "runs.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    curves = {row["name"]: [line["curve"] for line in lines if line["recipe"] == row["recipe"] and line.get("curve")]
+              for row in rows}
+    report.plot_curves({name: some for name, some in curves.items() if some}, about["title"], rows[0]["metric"],
+                       [out / "curves.png", out / "curves.svg"])
     return rows
 
 
-Run = tuple[Recipe, int, Path]
+def samples(out: Path, *, device: str = "auto", settings: Sequence[str] = ()) -> Path:
+    """The paper's figure of generated text: train the three models it shows, if need be, and let each write.
+
+    `out` is the folder of the table shakespeare-gpt: runs it kept a checkpoint of are used as they are.
+    """
+    texts = []
+    for name in SAMPLED:
+        recipe = RECIPES[name].changed(list(settings))
+        folder = out / name / "seed-0"
+        with Bars() as bars:
+            for told in train.training(recipe, folder, device=device, resume=True):
+                bars.show(name, told)
+        value = runs.read_json(folder / "result.json")["value"]
+        texts.append(f"## {recipe.row} (validation loss {value:.3f})\n\n```\n{sample_of(folder, device)}\n```\n")
+    file = out / "samples.md"
+    runs.write_text(file, "# Text by three nanoGPT models (paper, Figure 3)\n\n`gft reproduce samples`: 500 characters "
+                    "after an empty line, temperature 0.8, the 20 likeliest characters, seed 0.\n\n" + "\n".join(texts))
+    return file
+
+
+# ---------------------------------------------------------------------------------------------------- running the runs
 
 
 def _events(run: Run, device: str) -> Iterator[tuple[str, train.Progress]]:
     recipe, seed, folder = run
-    for told in train.training(recipe, folder, seed=seed, device=device, resume=True, keep_checkpoint=False):
+    keep = recipe.name in SAMPLED and seed == 0
+    for told in train.training(recipe, folder, seed=seed, device=device, resume=True, keep_checkpoint=keep):
         yield f"{recipe.name} seed {seed}", told
 
 
-def _in_turn(runs: Sequence[Run], device: str) -> Iterator[tuple[str, train.Progress]]:
-    for run in runs:
+def _in_turn(missing: Sequence[Run], device: str) -> Iterator[tuple[str, train.Progress]]:
+    for run in missing:
         yield from _events(run, device)
 
 
@@ -94,14 +157,14 @@ def _work(run: Run, device: str, told: Any, threads: int) -> None:
             told.put((name, event))
 
 
-def _side_by_side(runs: Sequence[Run], device: str, jobs: int) -> Iterator[tuple[str, train.Progress]]:
+def _side_by_side(missing: Sequence[Run], device: str, jobs: int) -> Iterator[tuple[str, train.Progress]]:
     """Several processes at once: small networks leave a GPU waiting for the host between kernels."""
     context = multiprocessing.get_context("spawn")
     threads = max(1, multiprocessing.cpu_count() // jobs)
     # A pool's exit ends its processes at once, also on Ctrl-C; what was finished or checkpointed stays on disk.
     with context.Manager() as manager, context.Pool(jobs) as pool:
         told = manager.Queue()
-        pending = [pool.apply_async(_work, (run, device, told, threads)) for run in runs]
+        pending = [pool.apply_async(_work, (run, device, told, threads)) for run in missing]
         while pending or not told.empty():
             for one in [one for one in pending if one.ready()]:
                 one.get()  # raises what the run raised

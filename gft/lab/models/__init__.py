@@ -1,3 +1,5 @@
 from gft.lab.models.dnn import DNN
+from gft.lab.models.gpt import GPT
+from gft.lab.models.vit import ViT
 
-__all__ = ["DNN"]
+__all__ = ["DNN", "GPT", "ViT"]

@@ -1,0 +1,79 @@
+"""Where data lies, and how a missing file is fetched.
+
+Everything is looked for under $GFT_DATA, or the user's cache folder if that is not set. What we compute from it (decoded
+images) goes beside it if we may write there, else into the user's cache folder, else into the system's folder for
+temporary files.
+"""
+
+import os
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class DataError(ValueError):
+    """A data set that is missing or damaged, and what to do."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file of a data set, as its publisher names it."""
+
+    name: str
+    md5: str
+
+
+def data_folder() -> Path:
+    if os.environ.get("GFT_DATA"):
+        return Path(os.environ["GFT_DATA"]).expanduser()
+    return _user_cache()
+
+
+def _user_cache() -> Path:
+    import pooch
+
+    return Path(pooch.os_cache("gft"))
+
+
+def cache_folders() -> list[Path]:
+    """Where computed files may lie, best place first."""
+    places = (data_folder() / "cache", _user_cache() / "cache", Path(tempfile.gettempdir()) / "gft-cache")
+    return list(dict.fromkeys(places))
+
+
+def writable_cache() -> Path:
+    """The first of `cache_folders` that can be written, made if need be."""
+    for folder in cache_folders():
+        if _may_write(folder):
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError:
+                continue
+            return folder
+    raise DataError(f"none of {', '.join(map(str, cache_folders()))} can be written; set GFT_DATA to a folder of yours")
+
+
+def _may_write(folder: Path) -> bool:
+    """Judged at the nearest folder that exists. The mode is read too: to root every folder looks writable, but one
+    whose mode forbids writing to all was meant to stay as it is."""
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    return there.is_dir() and bool(there.stat().st_mode & 0o222) and os.access(there, os.W_OK)
+
+
+def retrieve(what: str, file: Source, mirrors: Iterable[str], folder: Path, progress: bool, mend: str) -> Path:
+    """Download `file` into `folder` from the first mirror that has it whole; `mend` ends the error if none does."""
+    import pooch
+
+    if not _may_write(folder):
+        raise DataError(f"{what} is not in {data_folder()}, and nothing may be written there; set GFT_DATA to a folder of "
+                        f"yours, or {mend}")
+    why = ""
+    for mirror in mirrors:
+        try:
+            return Path(pooch.retrieve(mirror + file.name, f"md5:{file.md5}", file.name, folder, progressbar=progress))
+        except OSError as error:  # the network's errors are of this kind; the next mirror may be up
+            why = f"{type(error).__name__}: is there a network?"
+        except ValueError as error:  # pooch's own: a wrong checksum
+            why = str(error).splitlines()[0]
+    raise DataError(f"{what} is not in {data_folder()} and could not be fetched ({why}); {mend}")

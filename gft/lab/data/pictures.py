@@ -1,0 +1,187 @@
+"""Folders of pictures -> arrays of bytes, decoded once and kept.
+
+    imagenette2-160/train/n01440764/*.JPEG      a folder, or a .zip or .tgz with this layout inside
+                    val/n01440764/*.JPEG
+
+A kept file is one split: an .npy of bytes, the images one after another and then one byte per label. It is mapped into
+memory, not read, so that opening it takes no time. Its name carries what it was made of; when the source changes, the
+name does, and what the old one held is deleted.
+"""
+
+import hashlib
+import io
+import os
+import re
+import shutil
+import sys
+import tarfile
+import time
+import zipfile
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gft.lab.data.folder import DataError, cache_folders, writable_cache
+
+# A name that begins with a dot is no picture but what some systems leave beside one.
+PICTURE = re.compile(r"(?:^|/)(?P<split>train|val)/n\d+/[^/.][^/]*\.(?i:jpe?g|png|webp)$")
+SECONDS_BETWEEN_REPORTS = 10.0
+Splits = dict[str, tuple[Tensor, Tensor]]  # "train" and "val" -> images (n, 3, size, size) uint8, labels (n,) int64
+
+
+def load_pictures(source: Path, size: int) -> Splits:
+    """The pictures of `source` squeezed to size x size, from the cache if they are there."""
+    any_state, this_state = _stems(source, size)
+    files = {split: f"{this_state}-{split}.npy" for split in ("train", "val")}
+    kept = (folder for folder in cache_folders() if all((folder / file).exists() for file in files.values()))
+    folder = next(kept, None)
+    if folder is None:
+        folder = writable_cache()
+        _make(source, size, {split: folder / file for split, file in files.items()})
+        for old in folder.glob(f"{any_state}-*.npy"):
+            if old.name not in files.values():
+                old.unlink()
+    return {split: _open(folder / file, size) for split, file in files.items()}
+
+
+def picture_names(source: Path) -> dict[str, list[str]]:
+    """"train" and "val" -> the sorted paths of their pictures inside `source`."""
+    if source.is_dir():
+        names = [path.relative_to(source).as_posix() for path in source.glob("*/*/*")]
+    else:
+        names = [name for name, _ in _archive(source, contents=False)]
+    found: dict[str, list[str]] = {"train": [], "val": []}
+    for name in sorted(set(names)):
+        if match := PICTURE.search(name):
+            found[match["split"]].append(name)
+    for split, some in found.items():
+        if not some:
+            raise DataError(f"{source} has no pictures {split}/n…/*.JPEG; unpack or fetch it again")
+    return found
+
+
+def decode(content: bytes, size: int) -> np.ndarray:
+    """A picture file -> (3, size, size) bytes. The whole picture, squeezed; a side that shrinks is averaged over."""
+    from PIL import Image
+
+    with Image.open(io.BytesIO(content)) as image:
+        small = image.convert("RGB").resize((size, size), Image.Resampling.BICUBIC)
+    return np.asarray(small).transpose(2, 0, 1)
+
+
+# ---------------------------------------------------------------------------------------------------- the kept files
+
+
+def _stems(source: Path, size: int) -> tuple[str, str]:
+    """What kept files of any state of `source` begin with, and those of its present state."""
+    if source.is_dir():  # its own date tells nothing of the files inside it
+        states = [path.stat() for path in source.glob("*/*/*")]
+        state = (len(states), sum(one.st_size for one in states), max((one.st_mtime_ns for one in states), default=0))
+    else:
+        state = (source.stat().st_size, source.stat().st_mtime_ns)
+    where, when = (hashlib.sha256(repr(key).encode()).hexdigest()[:10] for key in (str(source.resolve()), state))
+    any_state = f"{source.stem}-{size}px-{where}"
+    return any_state, f"{any_state}-{when}"
+
+
+def _open(path: Path, size: int) -> tuple[Tensor, Tensor]:
+    # "c": written pages would be copies, so torch has the writable array it wants and the file stays as it is.
+    flat = torch.from_numpy(np.load(path, mmap_mode="c"))
+    n = len(flat) // (3 * size * size + 1)
+    return flat[:-n].view(n, 3, size, size), flat[-n:].long()
+
+
+def _make(source: Path, size: int, files: dict[str, Path]) -> None:
+    """Decode both splits in one pass over `source` and write their files, whole or not at all."""
+    names = picture_names(source)
+    labels = _labels(source, names)
+    folder = files["train"].parent
+    total = sum(map(len, names.values()))
+    needed = total * (3 * size * size + 1)
+    if shutil.disk_usage(folder).free < needed * 1.05:  # writing to a map on a full disk would kill the process, not raise
+        raise DataError(f"{folder} has no room for {needed / 1e9:.1f} GB of decoded images; free some, or set GFT_DATA to a "
+                        "folder on another disk")
+    print(f"Decoding {total:,} images of {source} to {size}×{size}, once; kept in {folder} ({needed / 1e9:.2f} GB)",
+          file=sys.stderr)
+    unfinished = {split: file.with_name(f".{file.name}.{os.getpid()}.unfinished") for split, file in files.items()}
+    try:
+        rows: dict[str, np.ndarray] = {}
+        for split, some in names.items():
+            flat = np.lib.format.open_memmap(unfinished[split], "w+", np.uint8, (len(some) * (3 * size * size + 1),))
+            flat[-len(some) :] = labels[split]
+            rows |= zip(some, flat[: -len(some)].reshape(-1, 3, size, size), strict=True)
+            del flat  # only the rows hold the map open now
+        _decode_all(source, rows, size)
+        rows.clear()
+        for split, file in files.items():
+            os.replace(unfinished[split], file)
+    finally:
+        for path in unfinished.values():
+            path.unlink(missing_ok=True)
+
+
+def _labels(source: Path, names: dict[str, list[str]]) -> dict[str, list[int]]:
+    """Classes are numbered in the order of their folders' names, those of the training split."""
+    folders = {split: [name.split("/")[-2] for name in some] for split, some in names.items()}
+    numbers = {folder: number for number, folder in enumerate(sorted(set(folders["train"])))}
+    strange = next((folder for folder in folders["val"] if folder not in numbers), None)
+    if strange is not None or len(numbers) > 256:
+        raise DataError(f"{source} has a class in val/ that train/ has not, {strange}; unpack or fetch it again"
+                        if strange else f"{source} has {len(numbers)} classes; at most 256 can be kept")
+    return {split: [numbers[folder] for folder in some] for split, some in folders.items()}
+
+
+def _decode_all(source: Path, rows: dict[str, np.ndarray], size: int) -> None:
+    """Fill rows[name] with the picture of that name. Pillow frees the interpreter while it decodes, so threads help."""
+    workers = os.cpu_count() or 1
+
+    def fill(item: tuple[str, bytes]) -> None:
+        name, content = item
+        try:
+            rows[name][:] = decode(content, size)
+        except ModuleNotFoundError:
+            raise DataError("images need Pillow; install it with: pip install 'gft-torch[lab]'") from None
+        except Exception as error:  # Pillow raises of many kinds, by format
+            raise DataError(f"{source / name} is not a readable image ({type(error).__name__}); unpack or fetch "
+                            "the set again") from error
+
+    pictures = _read(source, rows)
+    done, told = 0, time.monotonic()
+    with ThreadPoolExecutor(workers) as pool:
+        while some := list(islice(pictures, 16 * workers)):  # no more than this wait in memory
+            done += len(list(pool.map(fill, some)))
+            if time.monotonic() - told > SECONDS_BETWEEN_REPORTS:
+                told = time.monotonic()
+                print(f"  {done:,} of {len(rows):,}", file=sys.stderr)
+    assert done >= len(rows)  # more, if an archive holds a name twice
+
+
+def _read(source: Path, wanted: dict[str, np.ndarray]) -> Iterator[tuple[str, bytes]]:
+    if source.is_dir():
+        yield from ((name, (source / name).read_bytes()) for name in wanted)
+    else:
+        yield from (item for item in _archive(source) if item[0] in wanted)
+
+
+def _archive(source: Path, contents: bool = True) -> Iterator[tuple[str, bytes]]:
+    """(name, content) of each file in a .zip or .tgz, in the archive's order: a .tgz can only be read from end to end."""
+    name = ""
+    try:
+        if source.suffix == ".zip":
+            with zipfile.ZipFile(source) as archive:
+                for name in archive.namelist():
+                    yield name, archive.read(name) if contents else b""
+        else:
+            with tarfile.open(source, "r:*") as archive:
+                for member in archive:
+                    name = member.name
+                    file = archive.extractfile(member) if contents and member.isfile() else None
+                    yield name, file.read() if file else b""
+    except (zipfile.BadZipFile, tarfile.TarError, zlib.error, EOFError, OSError) as error:
+        raise DataError(f"{source / name} cannot be read ({error}); delete {source.name} and fetch it again") from error

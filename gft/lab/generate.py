@@ -1,0 +1,48 @@
+"""Text from a trained GPT, a character at a time."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gft.lab import data as datasets
+from gft.lab import train
+from gft.lab.models import GPT
+from gft.lab.runs import TrainingError
+
+
+@torch.no_grad()
+def next_tokens(model: GPT, tokens: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> Iterator[int]:
+    """Endlessly the next token after `tokens` (1, n): one of the `top_k` likeliest, drawn at `temperature`."""
+    while True:
+        logits = model(tokens[:, -model.context :])[0, -1].float().cpu()
+        kept, places = logits.topk(min(top_k, len(logits)))
+        # At temperature 0 the likeliest, without a division by it.
+        drawn = torch.multinomial((kept / temperature).softmax(0), 1, generator=generator) if temperature > 0 else 0
+        token = int(places[drawn])
+        yield token
+        tokens = torch.cat([tokens, tokens.new_tensor([[token]])], 1)[:, -model.context :]
+
+
+def generate(folder: Path, prompt: str = "\n", *, length: int = 500, temperature: float = 0.8, top_k: int = 20,
+             seed: int = 0, device: str = "auto") -> Iterator[str]:
+    """What the model of a run folder writes after `prompt`, character by character."""
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"--temperature {temperature}: give 0 (always the likeliest) or more; 1 is the model's own spread")
+    if top_k < 1 or length < 0:
+        raise ValueError(f"--top-k {top_k}, --length {length}: give at least 1 and 0")
+    model, data, recipe = train.load_run(folder, device)
+    if not isinstance(model, GPT) or not isinstance(data, datasets.Text):
+        raise TrainingError(f"{folder} holds {recipe.name}, which writes no text; give the folder of a gpt recipe")
+    if not prompt:
+        raise ValueError("--prompt is empty; give at least one character, a line break for example")
+    tokens = data.encode(prompt)[None].to(next(model.parameters()).device)
+    drawn = next_tokens(model, tokens, temperature, top_k, torch.Generator().manual_seed(seed))
+    for _, token in zip(range(length), drawn, strict=False):
+        yield data.decode(torch.tensor([token]))
+
+
+def sample_of(folder: Path, device: str = "auto") -> str:
+    """500 characters of a run folder's model, for the paper's figure."""
+    return "".join(generate(folder, device=device)).strip("\n")

@@ -1,0 +1,40 @@
+"""The paper's vision transformer: width 512, depth 12, MLP 2048, with a class token and learned positions."""
+
+import torch
+from torch import Tensor, nn
+
+from gft.lab.models.transformer import Block
+
+
+class ViT(nn.Module):
+    """(batch, channels, size, size) -> (batch, classes).
+
+    The paper's "ViT-Lx16" has 37,869,578 parameters on 28×28 with patch 4, and 38,329,866 on 224×224 with patch 16; its
+    quantized layers have no bias (`gft.quantize_(..., bias=False)`).
+    """
+
+    def __init__(self, channels: int, size: int, classes: int, patch: int = 16, width: int = 512, depth: int = 12,
+                 heads: int = 8, dropout: float = 0.0) -> None:
+        super().__init__()
+        if size % patch:
+            raise ValueError(f"patch={patch} does not divide the image size {size}; choose one that does")
+        self.patches = nn.Conv2d(channels, width, patch, patch)
+        self.class_token = nn.Parameter(torch.zeros(1, 1, width))
+        self.positions = nn.Parameter(torch.randn(1, (size // patch) ** 2 + 1, width) * 0.02)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(Block(width, heads, True, False, dropout) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, classes)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                nn.init.zeros_(module.bias)
+        nn.init.zeros_(self.head.weight)  # every class equally likely at first
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        x = torch.cat([self.class_token.expand(len(x), -1, -1), x], 1)
+        x = self.dropout(x + self.positions)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x[:, 0]))

@@ -1,0 +1,528 @@
+"""The data room: what is found, fetched, decoded and kept, and the batches made of it."""
+
+import dataclasses
+import gzip
+import hashlib
+import http.server
+import io
+import itertools
+import os
+import struct
+import tarfile
+import threading
+import zipfile
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from gft.lab import data
+from gft.lab.data import dataset, folder, imagenette, mnist, pictures, text
+
+NOWHERE = ("http://127.0.0.1:9/",)  # nothing listens there
+
+
+def take(batches, n):
+    return list(itertools.islice(batches, n))
+
+
+def same(a, b):
+    return len(a) == len(b) and all(torch.equal(p, q) for one, other in zip(a, b, strict=True)
+                                    for p, q in zip(one, other, strict=True))
+
+
+@pytest.fixture
+def empty(tmp_path, monkeypatch):
+    """An empty data folder, and nothing of the user's own in reach."""
+    monkeypatch.setenv("GFT_DATA", str(tmp_path / "data"))
+    monkeypatch.setattr(folder, "_user_cache", lambda: tmp_path / "user")
+    return tmp_path / "data"
+
+
+# ---------------------------------------------------------------------------------------------------- MNIST
+
+
+def idx(values: torch.Tensor) -> bytes:
+    header = bytes([0, 0, 8, values.dim()]) + struct.pack(f">{values.dim()}i", *values.shape)
+    return header + bytes(values.flatten().byte().tolist())
+
+
+@pytest.fixture
+def mnist_like(tmp_path, monkeypatch):
+    """Seven images in torchvision's layout, unpacked."""
+    monkeypatch.setenv("GFT_DATA", str(tmp_path))
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for source in data.MNIST_FILES:
+        shape = (7, 28, 28) if "images" in source.name else (7,)
+        (raw / source.name.removesuffix(".gz")).write_bytes(idx(torch.arange(torch.Size(shape).numel()).view(shape) % 10))
+    return raw
+
+
+def test_mnist_is_read_from_torchvisions_folder(mnist_like):
+    read = data._read_idx(mnist_like / "train-labels-idx1-ubyte", "")
+    assert read.tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert data.find_mnist() is not None
+    assert data.found("mnist-images") == str(mnist_like)
+    assert data.load_mnist().train[0].shape == (7, 784)
+
+
+def test_mnist_with_a_wrong_checksum_is_refused(mnist_like):
+    plain = mnist_like / "t10k-labels-idx1-ubyte"
+    (mnist_like / "t10k-labels-idx1-ubyte.gz").write_bytes(gzip.compress(plain.read_bytes()))
+    with pytest.raises(data.DataError, match="its checksum is not MNIST's"):
+        data.load_mnist()
+
+
+def test_mnist_cut_short_is_refused(mnist_like):
+    file = mnist_like / "train-images-idx3-ubyte"
+    file.write_bytes(file.read_bytes()[:-5])
+    with pytest.raises(data.DataError, match="cut short"):
+        data.load_mnist()
+
+
+def test_missing_mnist_is_downloaded_and_a_bad_mirror_passed_over(tmp_path, monkeypatch):
+    folders = {name: tmp_path / "web" / name for name in ("bad", "good")}
+    sources = []
+    for source in data.MNIST_FILES:
+        content = gzip.compress(idx(torch.zeros((3, 2, 2) if "images" in source.name else (3,))))
+        for name, place in folders.items():
+            place.mkdir(parents=True, exist_ok=True)
+            (place / source.name).write_bytes(content if name == "good" else content + b"x")
+        sources.append(data.Source(source.name, hashlib.md5(content).hexdigest()))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietHandler, directory=tmp_path / "web"))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("GFT_DATA", str(tmp_path / "cache"))
+    monkeypatch.setattr(mnist, "MNIST_FILES", tuple(sources))
+    mirrors = tuple(f"http://127.0.0.1:{server.server_port}/{name}/" for name in folders)
+    monkeypatch.setattr(mnist, "MNIST_MIRRORS", mirrors[:1])
+    with pytest.raises(data.DataError, match="hash"):
+        data.fetch_mnist()
+    monkeypatch.setattr(mnist, "MNIST_MIRRORS", mirrors)
+    assert all(path.parent == tmp_path / "cache" / "mnist" for path in data.fetch_mnist().values())
+    server.shutdown()
+    assert data.load_mnist().test[0].shape == (3, 4)  # and now it is found without a network
+
+
+class QuietHandler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+def test_mnist_images_are_the_flat_ones(mnist_like, monkeypatch):
+    monkeypatch.setattr(mnist, "MNIST_TRAIN", 4)
+    flat, images = data.load("mnist"), data.load("mnist-images")
+    assert isinstance(images, data.Dataset)
+    assert images.shape == (1, 28, 28)
+    assert images.inputs == flat.inputs == 784
+    assert images.train[0].dtype == torch.uint8
+    for split in data.SPLITS:
+        flattened = [(x.flatten(1), y) for x, y in images.evaluation_batches(split, 3)]
+        assert same(flattened, list(flat.evaluation_batches(split, 3)))
+    (x, _), (flat_x, _) = (next(some.batches(3, seed=2)) for some in (images, flat))
+    assert torch.equal(x.flatten(1), flat_x)
+
+
+def test_mnist_has_the_papers_split():
+    if data.find_mnist() is None:
+        pytest.skip("MNIST is not in the data folder; set GFT_DATA or run: gft data fetch mnist")
+    found = data.load("mnist")
+    assert [len(split[0]) for split in (found.train, found.val, found.test)] == [50_000, 10_000, 10_000]
+    assert found.train[0].mean().abs() < 0.01
+
+
+def test_digits_images_are_the_flat_ones_in_256_steps():
+    flat, images = data.load("digits"), data.load("digits-images")
+    x, y = next(images.evaluation_batches("train", 1200))
+    assert x.shape == (1200, 1, 8, 8)
+    assert (x.flatten(1) - flat.train[0]).abs().max() <= 16 / 255 / 2 / 6 + 1e-5  # half a step, normalised
+    assert torch.equal(y, flat.train[1])
+
+
+# ---------------------------------------------------------------------------------------------------- batches
+
+
+def test_batches_resume_where_they_were():
+    digits = data.load("digits")
+    every = take(digits.batches(500, seed=3), 7)
+    assert same(every[4:], take(digits.batches(500, seed=3, first_step=4), 3))
+    assert sorted(len(x) for x, _ in every[:3]) == [200, 500, 500]
+    assert digits.per_epoch(500) == 3
+    assert not torch.equal(every[0][0], every[3][0])
+
+
+@pytest.mark.parametrize("flips", [False, True])
+def test_augmented_batches_depend_on_seed_and_step_alone(flips, rng_untouched):
+    images = dataclasses.replace(data.load("digits-images"), flips=flips)
+    with rng_untouched():
+        every = take(images.batches(500, seed=3, augment="light"), 5)
+    assert same(every, take(images.batches(500, seed=3, augment="light"), 5))
+    assert same(every[4:], take(images.batches(500, seed=3, first_step=4, augment="light"), 1))
+    assert not torch.equal(every[0][0], next(images.batches(500, seed=4, augment="light"))[0])
+    for (x, y), (plain, plain_y) in zip(every, images.batches(500, seed=3), strict=False):
+        assert torch.equal(y, plain_y)
+        assert x.shape == plain.shape
+        assert not torch.equal(x, plain)
+        assert plain.min() - 1e-5 <= x.min() < x.max() <= plain.max() + 1e-5  # between pixels, never beyond them
+
+
+def test_the_same_image_is_cropped_differently_at_each_step():
+    one = data.Dataset(*[(torch.arange(64, dtype=torch.uint8).view(1, 1, 8, 8), torch.zeros(1, dtype=torch.long))] * 3,
+                       mean=(0.5,), std=(0.25,))
+    seen = torch.stack([x for x, _ in take(one.batches(1, seed=0, augment="light"), 20)])
+    assert len(seen.unique(dim=0)) == 20
+
+
+def test_crops_lie_inside_the_image_and_have_the_promised_areas():
+    maps = dataset.random_crops(4000, True, dataset.seeded("test", 1))
+    width, height = maps[:, 0, 0].abs(), maps[:, 1, 1]
+    assert (maps[:, 0, 2].abs() + width).max() <= 1 + 1e-6
+    assert (maps[:, 1, 2].abs() + height).max() <= 1 + 1e-6
+    assert 0.3 < (width * height).min() < 0.36
+    assert (width * height).max() > 0.98
+    assert 0.74 < (width / height).min() < 0.77
+    assert 1.3 < (width / height).max() < 1.34
+    assert (maps[:, 0, 0] < 0).float().mean() == pytest.approx(0.5, abs=0.03)
+    assert (dataset.random_crops(400, False, dataset.seeded("test", 1))[:, 0, 0] > 0).all()
+
+
+def test_resampling_through_the_whole_frame_changes_nothing_and_mirrors_exactly():
+    images = torch.randn(3, 2, 5, 7)
+    maps = torch.tensor([[1.0, 0, 0], [0, 1, 0]]).repeat(3, 1, 1)
+    torch.testing.assert_close(dataset.resample(images, maps), images)
+    maps[:, 0, 0] = -1
+    torch.testing.assert_close(dataset.resample(images, maps), images.flip(-1))
+    maps = torch.tensor([[0.5, 0, -0.5], [0, 0.5, 0.5]])  # the quarter at the bottom left
+    quarters = torch.arange(4.0).view(2, 2).kron(torch.ones(4, 4))
+    quarter = dataset.resample(quarters[None, None], maps[None])
+    assert quarter[0, 0, 1:, :-1].unique().tolist() == [2.0]
+
+
+@pytest.mark.parametrize(("name", "augment", "says"), [
+    ("digits", "light", "needs images and these are flat"), ("verses", "light", "needs images and this is text"),
+    ("digits-images", "heavy", "augment='heavy': choose one of none, light")])
+def test_augmentation_that_makes_no_sense_is_refused_at_once(name, augment, says, refuses):
+    with refuses(data.DataError, says):
+        data.load(name).batches(4, seed=0, augment=augment)
+
+
+def test_unknown_names_are_refused(refuses, empty):
+    for name in ("cifar", "imagenette-", "imagenette-big", "text:"):
+        with refuses(data.DataError, f"no data set '{name}'; choose one of mnist, "):
+            data.check(name)
+    for name in (*data.names, "imagenette-64", "text:there.txt"):
+        data.check(name)
+    with refuses(data.DataError, "split='valid': choose one of train, val, test"):
+        next(data.load("digits").evaluation_batches("valid", 4))
+    with refuses(data.DataError, "context=9 is for text and digits is none"):
+        data.load("digits", context=9)
+    with refuses(data.DataError, "a size from 8 to 1024"):
+        data.load("imagenette-4000")
+    with refuses(data.DataError, "need a mean and a std"):
+        data.Dataset(*[(torch.zeros(1, 1, 2, 2, dtype=torch.uint8), torch.zeros(1))] * 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["digits-images", "verses"])
+def test_batches_are_made_where_the_data_is(name):
+    there, here = data.load(name).to("cuda"), data.load(name)
+    augment = "light" if name == "digits-images" else "none"
+    for (x, y), (x_here, y_here) in zip(take(there.batches(32, 5, augment=augment), 3),
+                                        take(here.batches(32, 5, augment=augment), 3), strict=True):
+        assert x.is_cuda
+        assert y.is_cuda
+        torch.testing.assert_close(x.cpu(), x_here, atol=1e-4, rtol=1e-4)
+        assert torch.equal(y.cpu(), y_here)
+
+
+# ---------------------------------------------------------------------------------------------------- pictures
+
+
+TINY = {"train/n01/a_1": (250, 0, 0), "train/n01/a_2": (200, 0, 0), "train/n02/b_1": (0, 250, 0),
+        "train/n10/c_1": (0, 0, 250), "val/n02/b_9": (0, 200, 0), "val/n10/c_9": (0, 0, 200)}
+
+
+@pytest.fixture
+def tiny(empty, monkeypatch):
+    """tiny("folder" | "zip" | "tgz", suffix) makes six pictures of three classes in the data folder."""
+    monkeypatch.setattr(imagenette, "IMAGES", {"train": 4, "val": 2})
+    monkeypatch.setattr(imagenette, "CLASSES", ("red", "green", "blue"))
+
+    def make(layout="folder", extension="JPEG", name="imagenette2-160", sub="."):
+        files = {"noisy_imagenette.csv": b"path", "train/n01/._a_1.JPEG": b"left by a Mac", "val/n02/notes.txt": b"hello"}
+        for stem, colour in TINY.items():
+            content = io.BytesIO()
+            Image.new("RGB", (20, 12), colour).save(content, {"JPEG": "JPEG", "webp": "WebP", "png": "PNG"}[extension])
+            files[f"{stem}.{extension}"] = content.getvalue()
+        place = empty / sub
+        place.mkdir(parents=True, exist_ok=True)
+        if layout == "folder":
+            for file, content in files.items():
+                (place / name / file).parent.mkdir(parents=True, exist_ok=True)
+                (place / name / file).write_bytes(content)
+            return place / name
+        path = place / f"{name}.{layout}"
+        if layout == "zip":
+            with zipfile.ZipFile(path, "w") as archive:
+                for file, content in reversed(files.items()):  # an archive's order is its own
+                    archive.writestr(f"{name}/{file}", content)
+        else:
+            with tarfile.open(path, "w:gz") as archive:
+                for file, content in reversed(files.items()):
+                    member = tarfile.TarInfo(f"{name}/{file}")
+                    member.size = len(content)
+                    archive.addfile(member, io.BytesIO(content))
+        return path
+
+    return make
+
+
+@pytest.mark.parametrize(("layout", "extension", "sub"), [
+    ("folder", "JPEG", "."), ("folder", "png", "imagenette"), ("zip", "webp", "imagenette"), ("tgz", "JPEG", ".")])
+def test_imagenette_is_read_in_every_layout(layout, extension, sub, tiny):
+    source = tiny(layout, extension, sub=sub)
+    assert data.found("imagenette") == str(source.resolve())
+    loaded = data.load("imagenette-16")
+    assert isinstance(loaded, data.Dataset)
+    assert loaded.shape == (3, 16, 16)
+    assert loaded.train[1].tolist() == [0, 0, 1, 2]
+    assert loaded.val[1].tolist() == loaded.test[1].tolist() == [1, 2]
+    assert loaded.classes == 3
+    assert loaded.flips
+    middle = loaded.train[0][:, :, 8, 8].int()
+    wanted = torch.tensor([colour for stem, colour in TINY.items() if "train" in stem])
+    assert (middle - wanted).abs().max() <= 6  # a lossy format's
+    x, _ = next(loaded.evaluation_batches("val", 2))
+    assert x.dtype == torch.float32
+    assert x[0, 1].mean() == pytest.approx((200 / 255 - 0.456) / 0.224, abs=0.1)
+    moved = loaded.to("cpu")
+    assert moved.val[0] is moved.test[0]
+
+
+def test_decoded_images_are_kept_and_made_anew_when_the_source_changes(tiny, empty, monkeypatch, capsys):
+    calls = []
+    real = pictures.decode
+    monkeypatch.setattr(pictures, "decode", lambda content, size: calls.append(size) or real(content, size))
+    source = tiny("zip")
+    first = data.load("imagenette-16")
+    assert len(calls) == 6
+    assert f"kept in {empty / 'cache'}" in capsys.readouterr().err
+    again = data.load("imagenette-16")
+    assert len(calls) == 6
+    assert same([first.train, first.val], [again.train, again.val])
+    data.load("imagenette-12")
+    assert len(calls) == 12  # another size is another file
+    os.utime(source, ns=(5, 5))
+    data.load("imagenette-16")
+    assert len(calls) == 18
+    assert len(list((empty / "cache").iterdir())) == 4  # two splits of two sizes: what the old source gave is gone
+
+
+def test_a_folder_that_changes_inside_is_decoded_anew(tiny):
+    source = tiny("folder")
+    before = data.load("imagenette-16").train[0].clone()
+    Image.new("RGB", (20, 12), (9, 9, 9)).save(source / "train/n02/b_1.JPEG")
+    after = data.load("imagenette-16").train[0]
+    assert [torch.equal(a, b) for a, b in zip(before, after, strict=True)] == [True, True, False, True]
+
+
+def test_a_folder_marked_read_only_is_left_alone(tiny, empty, tmp_path):
+    """Even by root, whom its mode would not stop."""
+    tiny("zip")
+    empty.chmod(0o555)
+    try:
+        data.load("imagenette-16")
+        assert [path.name for path in empty.iterdir()] == ["imagenette2-160.zip"]
+        assert len(list((tmp_path / "user" / "cache").iterdir())) == 2
+    finally:
+        empty.chmod(0o755)
+
+
+@pytest.mark.parametrize("layout", ["folder", "zip", "tgz"])
+def test_a_corrupt_image_is_named_and_nothing_is_kept(layout, tiny, empty, monkeypatch, refuses):
+    source = tiny(layout)
+    if layout == "folder":
+        file = source / "train/n02/b_1.JPEG"
+        file.write_bytes(file.read_bytes()[:60])
+    else:  # an archive is whole, the picture in it is not
+        real = pictures._archive
+        monkeypatch.setattr(pictures, "_archive", lambda *arguments, **options: (
+            (name, content[:60] if name.endswith("b_1.JPEG") else content) for name, content in real(*arguments, **options)))
+    with refuses(data.DataError, "train/n02/b_1.JPEG is not a readable image"):
+        data.load("imagenette-16")
+    assert not any((empty / "cache").iterdir())
+
+
+@pytest.mark.parametrize("layout", ["zip", "tgz"])
+def test_an_archive_cut_short_is_refused(layout, tiny, refuses):
+    source = tiny(layout)
+    source.write_bytes(source.read_bytes()[:-700])
+    with refuses(data.DataError, f"cannot be read .*; delete {source.name} and fetch it again"):
+        data.load("imagenette-16")
+
+
+def test_an_imagenette_with_images_missing_is_refused(tiny, refuses):
+    source = tiny("folder")
+    (source / "train/n01/a_2.JPEG").unlink()
+    with refuses(data.DataError, "has 3 images of 3 classes in train/ where Imagenette has 4 of 3"):
+        data.load("imagenette-16")
+    for path in (source / "val").rglob("*.JPEG"):
+        path.unlink()
+    with refuses(data.DataError, "has no pictures val/"):
+        data.load("imagenette-16")
+
+
+def test_a_full_disk_is_seen_beforehand(tiny, monkeypatch, refuses):
+    tiny("folder")
+    monkeypatch.setattr(pictures.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000}))
+    with refuses(data.DataError, "has no room for"):
+        data.load("imagenette-16")
+
+
+def test_the_source_nearest_above_the_size_is_taken(tiny):
+    for name in ("imagenette2", "imagenette2-320", "imagenette2-160"):
+        tiny("folder", name=name)
+    tiny("zip", name="imagenette2-160")
+    chosen = {size: imagenette.find_imagenette(size).name for size in (64, 160, 224, 400)}  # type: ignore[union-attr]
+    assert chosen == {64: "imagenette2-160", 160: "imagenette2-160", 224: "imagenette2-320", 400: "imagenette2"}
+
+
+def test_imagenette_is_imagenette():
+    if data.found("imagenette") is None:
+        pytest.skip("Imagenette is not in the data folder; set GFT_DATA or run: gft data fetch imagenette")
+    names = pictures.picture_names(imagenette.fetch_imagenette())
+    assert {split: len(some) for split, some in names.items()} == imagenette.IMAGES
+    labels = pictures._labels(imagenette.fetch_imagenette(), names)
+    assert np.bincount(labels["train"]).tolist() == [963, 955, 993, 858, 941, 956, 961, 931, 951, 960]
+
+
+# ---------------------------------------------------------------------------------------------------- text
+
+
+def test_text_is_encoded_and_decoded():
+    verses = data.load("verses")
+    assert isinstance(verses, data.Text)
+    assert verses.characters == "".join(sorted(set(text.SONNETS)))
+    assert verses.decode(verses.encode("Shall I compare thee")) == "Shall I compare thee"
+    assert verses.decode(torch.cat([verses.train, verses.val])) == text.SONNETS
+    assert verses.train.dtype == torch.uint8
+    assert len(verses.train) == len(text.SONNETS) * 9 // 10
+    many = data.Text.of("".join(map(chr, range(0x4E00, 0x4E00 + 300))) * 3, context=16)
+    assert (many.classes, many.train.dtype) == (300, torch.int64)
+    assert many.decode(many.encode("丂一")) == "丂一"
+
+
+def test_an_unknown_character_is_named(refuses):
+    with refuses(data.DataError, "the character 'é' is not among the 51"):
+        data.load("verses").encode("thé")
+
+
+def test_windows_are_shifted_by_one_and_depend_on_seed_and_step_alone(rng_untouched):
+    verses = data.load("verses", context=20)
+    with rng_untouched():
+        every = take(verses.batches(7, seed=3), 6)
+    for x, y in every:
+        assert x.shape == y.shape == (7, 20)
+        assert x.dtype == y.dtype == torch.int64
+        assert torch.equal(x[:, 1:], y[:, :-1])
+        assert all(verses.decode(row) in text.SONNETS for row in torch.cat([x, y[:, -1:]], 1))
+    assert same(every[4:], take(verses.batches(7, seed=3, first_step=4), 2))
+    assert not torch.equal(every[0][0], every[1][0])
+    assert not torch.equal(every[0][0], next(verses.batches(7, seed=4))[0])
+
+
+def test_windows_reach_both_ends_of_the_training_text():
+    short = data.Text.of("abcdefghij" * 4, context=3)
+    starts = {tuple(row.tolist()) for x, _ in take(short.batches(64, seed=1), 5) for row in x}
+    last = {tuple(row.tolist()) for _, y in take(short.batches(64, seed=1), 5) for row in y}
+    assert tuple(short.train[:3].tolist()) in starts
+    assert tuple(short.train[-3:].tolist()) in last
+
+
+@pytest.mark.parametrize("length", [2, 30, 40, 81, 82, 299])
+def test_evaluation_predicts_every_character_but_the_first_once(length):
+    verses = data.load("verses", context=40)
+    short = dataclasses.replace(verses, val=verses.train[:length])
+    parts = list(short.evaluation_batches("val", 3))
+    assert torch.equal(torch.cat([x.flatten() for x, _ in parts]), short.val[:-1].long())
+    assert torch.equal(torch.cat([y.flatten() for _, y in parts]), short.val[1:].long())
+    assert all(x.shape[1] == 40 and len(x) <= 3 for x, _ in parts[:-1])
+    assert all(len(x) for x, _ in parts)
+
+
+def test_text_epochs_count_characters():
+    verses = data.load("verses")
+    assert verses.per_epoch(4) == len(verses.train) // (4 * 32)
+    assert verses.per_epoch(10_000) == 1
+
+
+def test_any_file_can_be_the_text(tmp_path, refuses):
+    file = tmp_path / "mine.txt"
+    with refuses(data.DataError, r"mine.txt cannot be read \(No such file"):
+        data.load(f"text:{file}")
+    assert data.found(f"text:{file}") is None
+    with refuses(data.DataError, "there is nothing to fetch"):
+        data.fetch(f"text:{file}")
+    for content in ("", "too short"):
+        file.write_text(content)
+        with refuses(data.DataError, f"mine.txt has {len(content)} characters and a context of 256 needs 2570"):
+            data.load(f"text:{file}")
+    file.write_bytes(b"caf\xe9" * 1000)
+    with refuses(data.DataError, r"not UTF-8 \(byte 3\)"):
+        data.load(f"text:{file}")
+    file.write_bytes("\ufeffwhat is ours\r\n".encode() * 300)
+    mine = data.load(f"text:{file}", context=50)
+    assert isinstance(mine, data.Text)
+    assert mine.context == 50
+    assert mine.decode(mine.train[:13]) == "what is ours\n"
+    assert data.fetch(f"text:{file}") == str(file)
+
+
+def test_shakespeare_with_a_wrong_checksum_is_refused(empty, refuses):
+    (empty / "tinyshakespeare").mkdir(parents=True)
+    (empty / "tinyshakespeare" / "input.txt").write_text(text.SONNETS)
+    with refuses(data.DataError, "is not Tiny Shakespeare"):
+        data.load("shakespeare")
+
+
+def test_shakespeare_is_nano_gpts():
+    if data.found("shakespeare") is None:
+        pytest.skip("Tiny Shakespeare is not in the data folder; set GFT_DATA or run: gft data fetch shakespeare")
+    plays = data.load("shakespeare")
+    assert isinstance(plays, data.Text)
+    assert (plays.classes, plays.context, len(plays.train), len(plays.val)) == (65, 256, 1_003_854, 111_540)
+    assert plays.decode(plays.train[:14]) == "First Citizen:"
+
+
+# ---------------------------------------------------------------------------------------------------- what is missing
+
+
+@pytest.mark.parametrize(("name", "says"), [
+    ("mnist", r"put the four .* into .* or set GFT_DATA"), ("mnist-images", "MNIST is not in"),
+    ("imagenette", r"put fastai's imagenette2-160.tgz into .* or set GFT_DATA"),
+    ("shakespeare", r"put its input.txt into .* or set GFT_DATA")])
+def test_missing_data_offline_says_what_to_do(name, says, empty, monkeypatch):
+    for module, mirrors in ((mnist, "MNIST_MIRRORS"), (imagenette, "IMAGENETTE_MIRRORS"), (text, "SHAKESPEARE_MIRRORS")):
+        monkeypatch.setattr(module, mirrors, NOWHERE)
+    assert data.found(name) is None
+    with pytest.raises(data.DataError, match=says) as caught:
+        data.fetch(name, progress=False)
+    assert r"is there a network?" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_nothing_is_downloaded_into_a_folder_marked_read_only(empty, monkeypatch):
+    monkeypatch.setattr(text, "SHAKESPEARE_MIRRORS", NOWHERE)
+    empty.mkdir()
+    empty.chmod(0o555)
+    with pytest.raises(data.DataError, match="nothing may be written there; set GFT_DATA to a folder of yours"):
+        data.fetch("shakespeare")
+    empty.chmod(0o755)
+
+
+def test_what_needs_no_download_is_always_found(empty):
+    for name in ("digits", "digits-images", "verses"):
+        assert data.found(name) == data.fetch(name)
+    assert set(data.LOADERS) == set(data.names)
