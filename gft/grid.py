@@ -155,9 +155,17 @@ class Grid:
 # ---------------------------------------------------------------------------------------------------- where weights start
 
 
-def scale_of(weight: Tensor, bits: int) -> Tensor:
+# The edge of a layer's grid lies at this over sqrt(fan_in) at least. It is where torch's own start of nn.Linear puts it at
+# 2 bits. Starts that are smaller (GPT's 0.02, less still where it adds to the residual stream, or zeros) are meant to grow,
+# and an integer weight cannot outgrow its grid.
+LEAST_EDGE = 0.7
+COARSEST = 4.0  # but never so far apart, in std, that next to no level but 0 is left: beyond 2 std lie 5 % of a Gaussian
+
+
+def scale_of(weight: Tensor,  # (out, in, ...)
+             bits: int) -> Tensor:
     """The scale that suits float weights: a(bits) · std, so a model's own start, or a pre-trained model's weights, carry
-    over and the variance of what flows through the layer with them."""
+    over and the variance of what flows through the layer with them; but with room to grow (LEAST_EDGE)."""
     if not torch.is_floating_point(weight):
         raise TypeError(f"levels are taken from float weights, not from {weight.dtype}")
     if weight.is_meta:
@@ -167,7 +175,9 @@ def scale_of(weight: Tensor, bits: int) -> Tensor:
         raise ValueError("the weight to quantize holds NaN or inf; load or initialise the model first")
     # The mean square, not the deviation from the mean: a layer's offset is part of what it computes.
     std = weight.square().mean().sqrt() if weight.numel() else weight.new_zeros(())
-    return SPACING[check_bits(bits)] * torch.where(std > 0, std, torch.ones_like(std))
+    fan_in = max(weight[0].numel(), 1) if len(weight) else 1
+    room = LEAST_EDGE / (largest_level(check_bits(bits)) * fan_in**0.5)
+    return torch.where(std > 0, torch.maximum(SPACING[bits] * std, (COARSEST * std).clamp_max(room)), room)
 
 
 def levels_of(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:

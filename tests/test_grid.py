@@ -141,7 +141,7 @@ def test_spacing_loses_least_of_a_gaussian(bits):
 
 @all_bits
 def test_levels_of_keeps_the_variance_but_for_the_rounding_loss(bits):
-    weight = 0.037 * torch.randn(257, 130)
+    weight = 0.08 * torch.randn(257, 130)
     levels, scale = grid.levels_of(weight, bits)
     kept = float((levels * scale).square().mean() / weight.square().mean())
     # At the best spacing what is lost is exactly the error: E q² = E w² - E (w - q)².
@@ -161,6 +161,16 @@ def test_levels_of_keeps_an_offset_of_the_weights():
     weight = 0.3 + 0.01 * torch.randn(5, 9)
     levels, scale = grid.levels_of(weight, 4)
     assert float((levels * scale - weight).abs().max()) < 0.06
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8], ids="{}bit".format)
+def test_scale_of_a_small_start_leaves_room_to_grow(bits):
+    edge = 2 ** (bits - 1) - 1
+    large, small, tiny, nothing = (float(grid.scale_of(std * torch.randn(300, 400), bits)) for std in (0.2, 0.02, 1e-4, 0))
+    assert large == pytest.approx(SPACING[bits] * 0.2, rel=0.01)
+    assert edge * small >= 0.7 / 20 - 1e-6
+    assert tiny <= 4.1e-4  # or all its levels would be 0
+    assert edge * nothing == pytest.approx(0.7 / 20)
 
 
 def test_levels_of_zeros_is_zero_with_a_usable_scale():
