@@ -198,13 +198,12 @@ def move(weight: Tensor, ballot: Ballot, call: int, *, lr: float, rule: str, p_m
     if bounds is None and factors is None:
         return flips
     stream, follow = ballot.stream(0, call), rules.follow_of(inertia)
-    if kernels.usable(weight):
-        from gft.kernels import fused
-
-        return fused.move(weight.detach(), votes, grid.columns, packed_width=0 if grid.memory else field_bits(grid.bits),
-                          top_level=largest_level(grid.bits), memory_bits=grid.memory_bits, follow=follow,
-                          **(bounds._asdict() | {"p_min": rules.least_chance(p_min)} if bounds else factors._asdict()),  # type: ignore[union-attr]
-                          **stream)
+    kernel = kernels.twin_of(weight)
+    if kernel is not None:
+        return kernel.move(weight.detach(), votes, grid.columns, packed_width=0 if grid.memory else field_bits(grid.bits),
+                           top_level=largest_level(grid.bits), memory_bits=grid.memory_bits, follow=follow,
+                           **(bounds._asdict() | {"p_min": rules.least_chance(p_min)} if bounds else factors._asdict()),  # type: ignore[union-attr]
+                           **stream)
     rows_at_once = max(1, AT_ONCE.get(weight.device.type, AT_ONCE["cuda"]) // grid.columns)
     for start in range(0, grid.rows, rows_at_once):
         rows = slice(start, min(start + rows_at_once, grid.rows))

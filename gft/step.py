@@ -144,10 +144,15 @@ def rounding_factors(votes: Tensor,  # (out, in)
                      resolution: int) -> Rounding:  # of a level
     """1/sqrt of row and column mean squares, as the two float factors of every move."""
     gain = torch.tensor(lr * resolution * ONE, dtype=torch.float32).item()  # as a kernel's argument has it
-    if kernels.usable(votes) and votes.numel():
-        from gft.kernels import fused
+    kernel = kernels.twin_of(votes)
+    if kernel is not None and votes.numel() and votes.dtype in (torch.int32, torch.int64):
+        row, column = kernel.rounding_factors(votes, gain)
+        return Rounding(row, column, CLIP * gain)
+    return _factors(votes, gain)
 
-        return Rounding(*fused.rounding_factors(votes, gain), CLIP * gain)
+
+def _factors(votes: Tensor, gain: float) -> Rounding:
+    """The definition of `rounding_factors`."""
     row, column, shift = _squares(votes)
     total = row.sum().double()
     out, features = votes.shape

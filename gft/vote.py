@@ -105,16 +105,14 @@ def quantize_by_stream(values: Tensor,  # (n, features) float
     """`quantize` with the noise of a stream, and what else is asked of the values; in one kernel where there is one."""
     if vote == "sign":
         return Quantized(quantize(values, vote), None, (~torch.isfinite(values)).sum())
-    square = mean_square(values) if rms is None or not kernels.usable(values) else None
+    kernel, code = kernels.twin_of(values), CODES[vote]
+    square = mean_square(values) if rms is None or kernel is None else None
     if rms is None:
         assert square is not None
         rms = square.sqrt()
-    if kernels.usable(values):
-        from gft.kernels import fused
-
-        code = CODES[vote]
-        return Quantized(*fused.quantize(values, rms, unit=code.unit, smallest_rms=SMALLEST_RMS, largest=code.largest,
-                                         largest_squared=LARGEST_SQUARED, **stream))
+    if kernel is not None:
+        return Quantized(*kernel.quantize(values, rms, unit=code.unit, smallest_rms=SMALLEST_RMS, largest=code.largest,
+                                          largest_squared=LARGEST_SQUARED, **stream))
     q = quantize(values, vote, rms, noise16(values.numel(), **stream, device=values.device))
     return Quantized(q, square, (~torch.isfinite(values)).sum())
 

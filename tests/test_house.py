@@ -21,7 +21,7 @@ FLOORS = [
     {"convert", "optimizer"},
     {"statistics", "checkpoint", "energy"},
     {"__init__"},  # `import gft`
-    {"lab"},
+    {"lab", "hardness"},
     {"cli"},
     {"__main__"},
 ]

@@ -1,16 +1,31 @@
-"""The fused kernels equal the torch definitions bit for bit: through Triton's interpreter here, on the device where there
-is one (then the definition runs on the CPU and the kernel on the GPU, so both claims are tested at once)."""
+"""The kernels equal the torch definitions bit for bit: Triton's through its interpreter here and on the device where there
+is one (then the definition runs on the CPU and the kernel on the GPU, so both claims are tested at once), C's on the CPU."""
+
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 
-from gft import philox, step, vote
+from gft import kernels, philox, step, vote
 from gft.grid import Grid, field_bits, largest_level
-
-pytest.importorskip("triton")
-fused = pytest.importorskip("gft.kernels.fused")
+from gft.kernels import native
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(params=["triton", "c"])
+def twin(request):
+    """A module of kernels and the device its tensors must be on."""
+    if request.param == "triton":
+        pytest.importorskip("triton")
+        return pytest.importorskip("gft.kernels.fused"), DEVICE
+    if native.library() is None:
+        pytest.skip("no C compiler here")
+    return native, "cpu"
+
+
 SHAPES = [pytest.param((1, 64), id="row"), pytest.param((63, 65), id="odd"), pytest.param((130, 257), id="blocks")]
 TOKENS = [*SHAPES, pytest.param((131, 72), id="eights"), pytest.param((1029, 8), id="chunks")]
 STREAM = {"seed": 2**63 + 5, "step": 77, "stream": 4, "call": 2}
@@ -27,7 +42,8 @@ def random_votes(shape, dtype, seed=1):
 
 @pytest.mark.parametrize("shape", TOKENS)
 @pytest.mark.parametrize("kind", ["ternary", "int4", "int8"])
-def test_quantize_kernel_equals_definition(shape, kind):
+def test_quantize_kernel_equals_definition(twin, shape, kind):
+    kernel, device = twin
     x = torch.randn(shape, generator=torch.Generator().manual_seed(3)) * 3
     x[0, :3] = torch.tensor([float("nan"), float("inf"), -float("inf")])
     x[0, 3] = 1e25  # its square is too large for float32
@@ -35,9 +51,9 @@ def test_quantize_kernel_equals_definition(shape, kind):
     rms[5] = 0
     expected = vote.quantize(x, kind, rms, philox.noise16(x.numel(), **STREAM))
     code = vote.CODES[kind]
-    got, square, not_finite = fused.quantize(x.to(DEVICE), rms.to(DEVICE), unit=code.unit, largest=code.largest,
-                                             smallest_rms=vote.SMALLEST_RMS, largest_squared=vote.LARGEST_SQUARED,
-                                             **STREAM)
+    got, square, not_finite = kernel.quantize(x.to(device), rms.to(device), unit=code.unit, largest=code.largest,
+                                              smallest_rms=vote.SMALLEST_RMS, largest_squared=vote.LARGEST_SQUARED,
+                                              **STREAM)
     assert torch.equal(got.cpu(), expected)
     assert expected.any()
     torch.testing.assert_close(square.cpu(), vote.mean_square(x), rtol=1e-5, atol=0)
@@ -48,7 +64,8 @@ def test_quantize_kernel_equals_definition(shape, kind):
 @pytest.mark.parametrize(("bits", "memory"), FORMS)
 @pytest.mark.parametrize("rule", ["rounding", "topk"])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
-def test_move_kernel_equals_definition(shape, bits, memory, rule, dtype):
+def test_move_kernel_equals_definition(twin, shape, bits, memory, rule, dtype):
+    kernel, device = twin
     grid = Grid(bits, *shape, memory)
     top = largest_level(bits)
     stored = grid.store(torch.randint(-top, top + 1, shape, generator=torch.Generator().manual_seed(2)))
@@ -56,16 +73,16 @@ def test_move_kernel_equals_definition(shape, bits, memory, rule, dtype):
     noise = philox.noise16(votes.numel(), **STREAM).view(shape)
     old = grid.values(stored)
     if rule == "rounding":
-        factors = step.rounding_factors(votes, 0.4, grid.resolution)
+        factors = step._factors(votes, 0.5 * grid.resolution * 65536)
         new = step.rounding(old, votes, noise, factors, grid.limit, grid.memory_bits, follow=90)
-        settings = step.rounding_factors(votes.to(DEVICE), 0.4, grid.resolution)._asdict()
+        settings = {"row": factors.row.to(device), "column": factors.column.to(device), "cap": factors.cap}
     else:
         bounds = step.topk_bounds(votes, 0.35)
         assert bounds is not None
         new = step.topk(old, votes, noise, bounds, 0.02, grid.unit, grid.limit)
-        settings = step.topk_bounds(votes.to(DEVICE), 0.35)._asdict() | {"p_min": step.least_chance(0.02)}  # type: ignore[union-attr]
-    moved = stored.clone().to(DEVICE)
-    flips = fused.move(moved, votes.to(DEVICE), shape[1], packed_width=0 if memory else field_bits(bits), top_level=top,
+        settings = step.topk_bounds(votes.to(device), 0.35)._asdict() | {"p_min": step.least_chance(0.02)}  # type: ignore[union-attr]
+    moved = stored.clone().to(device)
+    flips = kernel.move(moved, votes.to(device), shape[1], packed_width=0 if memory else field_bits(bits), top_level=top,
                        memory_bits=grid.memory_bits, follow=90, **settings, **STREAM)
     assert torch.equal(moved.cpu(), grid.from_values(new))
     assert int(flips) == int((grid.value_levels(new) != grid.value_levels(old)).sum())
@@ -75,16 +92,66 @@ def test_move_kernel_equals_definition(shape, bits, memory, rule, dtype):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
 @pytest.mark.parametrize("silent", [False, True], ids=["", "a silent row and column"])
-def test_rounding_factors_kernel_equals_definition(shape, dtype, silent):
+def test_rounding_factors_kernel_equals_definition(twin, shape, dtype, silent):
+    kernel, device = twin
     votes = random_votes(shape, dtype)
     if silent:
         votes[0] = votes[:, 3] = 0
-    expected = step.rounding_factors(votes, 0.37, 8)
-    gain = expected.cap / step.CLIP
-    row, column = fused.rounding_factors(votes.to(DEVICE), gain)
+    gain = 0.3125 * 8 * 65536  # a float32
+    expected = step._factors(votes, gain)
+    row, column = kernel.rounding_factors(votes.to(device), gain)
     assert torch.equal(row.cpu(), expected.row)
     assert torch.equal(column.cpu(), expected.column)
     assert (expected.row == 0).any() == silent
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_c_kernels_give_the_same_whatever_the_threads(threads, monkeypatch):
+    if native.library() is None:
+        pytest.skip("no C compiler here")
+    monkeypatch.setattr(native, "LEAST_A_THREAD", 100)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    x = torch.randn(300, 77, generator=torch.Generator().manual_seed(3))
+    code = vote.CODES["int8"]
+    q, square, _ = native.quantize(x, torch.ones(77), unit=code.unit, largest=127, smallest_rms=1e-30, largest_squared=1e15,
+                                   **STREAM)
+    assert torch.equal(q, vote.quantize(x, "int8", torch.ones(77), philox.noise16(x.numel(), **STREAM)))
+    sums = torch.stack([piece.double().square().sum(0) for piece in x.split(native.ROWS_OF_SQUARES)]).sum(0)
+    assert torch.equal(square, (sums / 300).float())
+    votes, grid = random_votes((131, 77), torch.int32), Grid(2, 131, 77, memory=False)
+    factors = step._factors(votes, 32768.0)
+    assert all(torch.equal(*pair) for pair in zip(native.rounding_factors(votes, 32768.0), factors[:2], strict=True))
+    stored = grid.store(torch.randint(-1, 2, (131, 77), generator=torch.Generator().manual_seed(2)))
+    new = step.rounding(grid.values(stored), votes, philox.noise16(votes.numel(), **STREAM).view(131, 77), factors, 1)
+    flips = native.move(stored, votes, 77, packed_width=2, top_level=1, memory_bits=0, follow=256, **factors._asdict(),
+                        **STREAM)
+    assert torch.equal(grid.values(stored), new)
+    assert int(flips) > 0
+
+
+def test_twin_of_names_the_kernels_of_a_device():
+    assert kernels.twin_of(torch.zeros(1)) in (native, None)
+    assert kernels.twin_of(torch.zeros(1, device="meta")) is None
+    assert (kernels.twin_of(torch.zeros(1)) is None) == (native.library() is None)
+
+
+@pytest.mark.parametrize("settings", [{"GFT_NATIVE": "0"}, {"CC": "/nowhere/cc"}], ids=["switched off", "no compiler"])
+def test_training_goes_on_without_a_compiler(settings, tmp_path):
+    program = """
+import torch, gft
+from gft.kernels import native
+torch.manual_seed(0)
+layer = gft.QuantLinear(20, 9, bits=3)
+optimizer = gft.GFT(gft.quantized(layer), lr=0.5)
+before = layer.weight.clone()
+layer(torch.randn(8, 20)).square().mean().backward()
+optimizer.step()
+print(native.library(), not torch.equal(before, layer.weight))
+"""
+    environment = {**os.environ, **settings, "XDG_CACHE_HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["None", "True"]
+    assert not done.stderr
 
 
 @pytest.mark.gpu

@@ -1,0 +1,188 @@
+"""The CPU twin of the Triton kernels: native.c, built by the machine's own C compiler when first needed.
+
+Building takes about a second and is kept in the user's cache folder, by the source's and the processor's fingerprint.
+Where there is no compiler, or GFT_NATIVE=0 is set, the torch definitions do the same work, more slowly.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SOURCE = Path(__file__).with_name("native.c")
+FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
+ROWS_OF_SQUARES = 64  # summed by one call, whatever the threads: so the sum's order, and its last bit, never changes
+LEAST_A_THREAD = 1 << 15  # elements; fewer are not worth waking a thread for
+
+POINTER, INT, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+STREAM = [ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint32]  # seed, step, stream, call
+SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "gft_quantize": (None, [POINTER] * 5 + [LONG] * 3 + [FLOAT] * 2 + STREAM),
+    "gft_largest": (LONG, [POINTER, INT, LONG, LONG]),
+    "gft_squares": (None, [POINTER, INT, POINTER, POINTER, LONG, LONG, LONG, INT]),
+    "gft_factors": (None, [POINTER, POINTER, LONG, LONG, INT, FLOAT, POINTER, POINTER]),
+    "gft_move": (LONG, [POINTER, POINTER, INT, POINTER, POINTER, FLOAT, INT, *[LONG] * 7, *[INT] * 4, *STREAM]),
+}
+
+
+# ---------------------------------------------------------------------------------------------------- building
+
+
+def _processor() -> str:
+    """What -march=native depends on: a cache folder may be shared by unlike machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line for line in lines if line.startswith(("flags", "Features")))
+    except (OSError, StopIteration):
+        return platform.processor()
+
+
+def _build(compiler: str, folder: Path) -> Path:
+    marks = [SOURCE.read_text(), *FLAGS, compiler, platform.machine(), _processor()]
+    library = folder / f"native-{hashlib.sha256(chr(0).join(marks).encode()).hexdigest()[:16]}.so"
+    if not library.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:  # whole or not at all, also with two processes at it
+            built = Path(scratch) / library.name
+            command = [compiler, *FLAGS, "-o", str(built), str(SOURCE), "-lm"]
+            subprocess.run(command, check=True, capture_output=True, timeout=60)
+            os.replace(built, library)
+    return library
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The built functions; None where they cannot be had."""
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if os.environ.get("GFT_NATIVE") == "0" or compiler is None:
+        return None
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gft"
+    for folder in (home, Path(tempfile.gettempdir()) / f"gft-{os.getuid() if hasattr(os, 'getuid') else 'user'}"):
+        try:
+            found = ctypes.CDLL(str(_build(compiler, folder)))
+        except (OSError, subprocess.SubprocessError):
+            continue
+        for name, (result, arguments) in SIGNATURES.items():
+            function = getattr(found, name)
+            function.restype, function.argtypes = result, arguments
+        return found
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------- threads
+
+
+@cache
+def _threads(count: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count)
+
+
+if hasattr(os, "register_at_fork"):  # a forked process inherits the pool but none of its threads
+    os.register_at_fork(after_in_child=_threads.cache_clear)
+
+
+def _side_by_side(work: Callable[[int, int], Any], rows: int, elements: int, multiple: int = 1) -> list[Any]:
+    """work(from, to) over all rows, shared by torch's number of threads (a ctypes call leaves Python's lock). Each range but
+    the last is a `multiple` of rows."""
+    shares = max(1, min(torch.get_num_threads(), elements // LEAST_A_THREAD, -(-rows // multiple)))
+    if shares == 1:
+        return [work(0, rows)]
+    step = -(-rows // (shares * multiple)) * multiple
+    ranges = [(start, min(start + step, rows)) for start in range(0, rows, step)]
+    return list(_threads(shares).map(lambda each: work(*each), ranges))
+
+
+def _functions() -> Any:
+    found = library()
+    assert found is not None
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------- the functions
+
+
+def quantize(values: Tensor,  # (n, features) float
+             rms: Tensor,  # (features,) float32
+             *,
+             unit: float,  # what one rms is worth, in 1/65536 of q
+             smallest_rms: float, largest: int, largest_squared: float,
+             seed: int, step: int, stream: int, call: int) -> tuple[Tensor, Tensor, Tensor]:
+    """vote.quantize with the noise of philox.noise16, vote.mean_square, and how many values were NaN or inf."""
+    values, gft_quantize = values.float().contiguous(), _functions().gft_quantize
+    factor = (rms.clamp_min(smallest_rms).reciprocal() * unit).contiguous()  # vote.fixed_point_factor
+    tokens, features = values.shape
+    q = torch.empty(tokens, features, dtype=torch.int8)
+    pieces = -(-tokens // ROWS_OF_SQUARES)
+    squares = torch.zeros(pieces, features, dtype=torch.float64)
+    not_finite = torch.zeros(pieces, dtype=torch.int64)
+
+    def work(start: int, stop: int) -> None:
+        for first in range(start, stop, ROWS_OF_SQUARES):
+            piece = first // ROWS_OF_SQUARES
+            gft_quantize(values.data_ptr(), factor.data_ptr(), q.data_ptr(), squares[piece].data_ptr(),
+                         not_finite[piece].data_ptr(), first, min(first + ROWS_OF_SQUARES, stop), features,
+                         largest * 65536.0, largest_squared, seed, step, stream, call)
+
+    if values.numel():
+        _side_by_side(work, tokens, values.numel(), ROWS_OF_SQUARES)
+    return q, (squares.sum(0) / max(tokens, 1)).float(), not_finite.sum()
+
+
+def rounding_factors(votes: Tensor, gain: float) -> tuple[Tensor, Tensor]:
+    """step.rounding_factors: (out, 1) and (1, in) float32. `gain` must be a float32."""
+    votes, functions = votes.contiguous(), _functions()
+    rows, columns = votes.shape
+    wide = int(votes.dtype == torch.int64)
+    largest = max(_side_by_side(lambda start, stop: functions.gft_largest(
+        votes.data_ptr(), wide, start * columns, stop * columns), rows, votes.numel()))
+    shift = max(largest.bit_length() - 15, 0)
+    by_row = torch.empty(rows, dtype=torch.int64)
+
+    def work(start: int, stop: int) -> Tensor:
+        by_column = torch.zeros(columns, dtype=torch.int64)
+        functions.gft_squares(votes.data_ptr(), wide, by_row.data_ptr(), by_column.data_ptr(), start, stop, columns, shift)
+        return by_column
+
+    by_column = torch.stack(_side_by_side(work, rows, votes.numel())).sum(0)
+    row, column = torch.empty(rows, 1), torch.empty(1, columns)
+    functions.gft_factors(by_row.data_ptr(), by_column.data_ptr(), rows, columns, shift, gain, row.data_ptr(),
+                          column.data_ptr())
+    return row, column
+
+
+def move(stored: Tensor,  # (rows, bytes) uint8 or (rows, columns) int8, changed in place
+         votes: Tensor,  # (rows, columns) int32 or int64
+         columns: int, *, packed_width: int, top_level: int, memory_bits: int, follow: int, seed: int, step: int,
+         stream: int, call: int,
+         row: Tensor | None = None, column: Tensor | None = None, cap: float = 0.0,  # step.Rounding
+         least: Tensor | None = None, largest: Tensor | None = None, p_min: int = 0) -> Tensor:  # step.TopK
+    """step.rounding or step.topk on a whole stored matrix, in place. Returns how many levels changed."""
+    votes, gft_move = votes.contiguous(), _functions().gft_move
+    rows = stored.shape[0]
+    by_row, by_column = (torch.empty(0) if factor is None else factor.contiguous() for factor in (row, column))
+    topk = least is not None
+    bounds = (0, 0) if least is None or largest is None else (int(least), int(largest))
+    target = stored if stored.is_contiguous() else stored.contiguous()
+
+    def work(start: int, stop: int) -> int:
+        return gft_move(target.data_ptr(), votes.data_ptr(), int(votes.dtype == torch.int64), by_row.data_ptr(),
+                        by_column.data_ptr(), cap, int(topk), *bounds, p_min, start, stop, columns, target.shape[1],
+                        packed_width, top_level, memory_bits, follow, seed, step, stream, call)
+
+    flips = sum(_side_by_side(work, rows, votes.numel())) if votes.numel() else 0
+    if target is not stored:
+        stored.copy_(target)
+    else:
+        torch.autograd.graph.increment_version(stored)  # autograd does not see what a kernel writes
+    return torch.tensor(flips, dtype=torch.int64)
