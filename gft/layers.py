@@ -12,64 +12,18 @@ frozen and backward computes delta_x alone. What the graph keeps of x is q(x), p
 import math
 import warnings
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.nn.modules.utils import _pair
 from torch.nn.utils import skip_init
 
 from gft import grid
 from gft.grid import STARTS, Grid, scale_of
-from gft.vote import CODES, Ballot
-
-
-class _Product(torch.autograd.Function):
-    """scale · product(x, levels), with votes in place of the weight's gradient.
-
-    `anchor` is an empty tensor that requires grad: it makes backward run even where x itself needs no gradient, as at
-    the first layer, since an integer weight cannot ask for one.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor, weight: Tensor, scale: Tensor, layer: "_QuantLayer") -> Tensor:
-        y = layer.scaled_product(x)
-        ctx.layer, ctx.x_shape, ctx.x_dtype = layer, x.shape, x.dtype
-        # Not asked of ctx.needs_input_grad: the anchor always does, and evaluation under no_grad never comes here.
-        ctx.ballot = ballot = layer.ballot if x.numel() else None
-        kept, square = None, None
-        if ballot is not None:
-            ctx.call, ctx.sequence = ballot.call, layer.sequence_length(x, y)
-            q, square, _ = ballot.quantize_x(layer.features_last(x, layer.inputs), ctx.sequence, ctx.call)
-            ctx.kept_columns, ctx.kept_bits = q.shape[1], CODES[ballot.vote_for(ctx.sequence)].bits
-            kept = grid.pack(q, ctx.kept_bits) if ctx.kept_bits < 8 else q
-        ctx.save_for_backward(weight, scale, kept, square)
-        return y
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (delta,) = grads
-        weight, _, kept, square = ctx.saved_tensors
-        layer: _QuantLayer = ctx.layer
-        levels = layer.grid.levels(weight)
-        delta_x = None
-        if ctx.needs_input_grad[0]:
-            shaped = levels.to(delta.dtype).view(layer.float_shape)
-            delta_x = layer.input_error(delta, shaped, layer.scale_number(), ctx.x_shape).to(ctx.x_dtype)
-        if ctx.ballot is not None:
-            q = grid.unpack(kept, ctx.kept_bits, ctx.kept_columns) if ctx.kept_bits < 8 else kept
-            rows = layer.features_last(delta, layer.grid.rows)
-            ctx.ballot.cast(partial(layer.vote_pieces, q, ctx.x_shape), square, rows, levels, ctx.sequence, ctx.call)
-            # After delta_x: the error that flows down belongs to the weights of the forward pass.
-            if ctx.ballot.on_votes is not None:
-                ctx.ballot.on_votes(layer.weight)
-        elif layer.training and layer.ballot is None:
-            layer.warn_untrained()
-        return delta_x, None, None, None, None
+from gft.product import Product, number_of
+from gft.vote import Ballot
 
 
 class _QuantLayer(nn.Module):
@@ -95,10 +49,25 @@ class _QuantLayer(nn.Module):
         self.weight = nn.Parameter(self.grid.store(levels), requires_grad=False)
         self.register_buffer("scale", scale.float())
         self.bias = nn.Parameter(torch.zeros(rows, device=device, dtype=dtype)) if bias else None
-        self._anchor: Tensor | None = None
+        self._anchor = torch.empty(0, device=device, requires_grad=True)
         self._read_scale: tuple[Tensor, int, float] | None = None
         self._warned = False
+        self._take_number()
         mark(self)
+
+    def _take_number(self) -> None:
+        self._number = number_of(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy, or a layer read from a file, is another layer."""
+        super().__setstate__(state)
+        self._take_number()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "_QuantLayer":
+        """`.to`, `.cuda` and their kin: the anchor goes where the weight goes."""
+        super()._apply(fn, recurse)
+        self._anchor = torch.empty(0, device=self.weight.device, requires_grad=True)
+        return self
 
     # ------------------------------------------------------------------ what linear and convolution do differently
 
@@ -117,7 +86,7 @@ class _QuantLayer(nn.Module):
         """x or delta as (n, features): each column gets one scale in the vote."""
         raise NotImplementedError
 
-    def sequence_length(self, x: Tensor, y: Tensor) -> int:
+    def sequence_length(self, x_shape: torch.Size, y_shape: torch.Size) -> int:
         """How many rows of the vote product make one sample."""
         raise NotImplementedError
 
@@ -142,12 +111,25 @@ class _QuantLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not torch.is_floating_point(x):
             raise TypeError(f"{type(self).__name__} takes a float input, not {x.dtype}; convert it with x.float()")
-        y = self._voting_product(x) if torch.is_grad_enabled() else self.scaled_product(x)
+        if not torch.is_grad_enabled():
+            y = self.scaled_product(x)
+        elif torch.compiler.is_compiling():
+            y = torch.ops.gft.product(x, self._anchor, self.weight, self._number)[0]
+        elif self.ballot is None and not (x.requires_grad or self.training):
+            y = self.scaled_product(x)
+        else:
+            y = Product.apply(x, self._anchor, self.weight, self)
         return y if self.bias is None else y + self._shaped_bias().to(y.dtype)
 
+    def product_dtype(self, x: Tensor) -> torch.dtype:
+        """autocast's type if it is on, else x's. The levels are exact in any float type."""
+        return torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+
     def scaled_product(self, x: Tensor) -> Tensor:
-        """scale · product(x, levels), in autocast's type if it is on. The levels are exact in any float type."""
-        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        """scale · product(x, levels)."""
+        dtype = self.product_dtype(x)
+        if torch.compiler.is_compiling():  # a number read from a tensor would end the graph
+            return self.product(x.to(dtype), self.levels().to(dtype), 1.0) * self.scale.to(dtype)
         return self.product(x.to(dtype), self.levels().to(dtype), self.scale_number())
 
     def scale_number(self) -> float:
@@ -157,17 +139,6 @@ class _QuantLayer(nn.Module):
         if self._read_scale is None or self._read_scale[0] is not scale or self._read_scale[1] != version:
             self._read_scale = scale, version, float(scale)
         return self._read_scale[2]
-
-    # A graph break under torch.compile: the votes of backward live in Python, outside any traced graph. What lies between
-    # the quantized layers is compiled as usual. torch.compiler.disable would do the same, but imports the whole compiler,
-    # seconds of it, with gft; this one, which torch's own optimizers use, waits for the first call.
-    @_disable_dynamo
-    def _voting_product(self, x: Tensor) -> Tensor:
-        if self._anchor is None or self._anchor.device != x.device:
-            self._anchor = torch.empty(0, device=x.device, requires_grad=True)
-        if self.ballot is None and not (x.requires_grad or self.training):
-            return self.scaled_product(x)
-        return _Product.apply(x, self._anchor, self.weight, self.scale, self)  # type: ignore[no-any-return]
 
     def warn_untrained(self) -> None:
         if not self._warned:
@@ -249,8 +220,8 @@ class QuantLinear(_QuantLayer):
     def features_last(self, x: Tensor, features: int) -> Tensor:
         return x.reshape(-1, features)
 
-    def sequence_length(self, x: Tensor, y: Tensor) -> int:
-        return x.shape[1:-1].numel() if x.dim() > 2 else 1
+    def sequence_length(self, x_shape: torch.Size, y_shape: torch.Size) -> int:
+        return math.prod(x_shape[1:-1]) if len(x_shape) > 2 else 1
 
     def vote_pieces(self, x: Tensor, x_shape: torch.Size, delta: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
         yield slice(None), x, delta
@@ -321,8 +292,8 @@ class QuantConv2d(_QuantLayer):
     def features_last(self, x: Tensor, features: int) -> Tensor:
         return x.movedim(-3, -1).reshape(-1, features)
 
-    def sequence_length(self, x: Tensor, y: Tensor) -> int:
-        return y.shape[-2] * y.shape[-1]
+    def sequence_length(self, x_shape: torch.Size, y_shape: torch.Size) -> int:
+        return y_shape[-2] * y_shape[-1]
 
     def vote_pieces(self, x: Tensor, x_shape: torch.Size, delta: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
         images = x.reshape(-1, *x_shape[-2:], self.in_channels).permute(0, 3, 1, 2)

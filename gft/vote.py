@@ -232,10 +232,10 @@ class Ballot:
     def cast(self, pieces: Pieces, x_square: Tensor | None,
              delta: Tensor,  # (voters, out) float
              levels: Tensor,  # (out, in)
-             sequence: int,
-             call: int) -> None:
+             sequence: int) -> None:
         """Add the votes of one backward pass. `pieces` pairs the quantized delta with the x each row of it voted on."""
-        q, delta_square, bad = quantize_by_stream(delta, self.vote_for(sequence), self.delta_rms, self.stream(2, call))
+        stream = self.stream(2, self.call)
+        q, delta_square, bad = quantize_by_stream(delta, self.vote_for(sequence), self.delta_rms, stream)
         self.not_finite = bad if self.not_finite is None else self.not_finite + bad
         self._remember("x_rms", x_square)
         self._remember("delta_rms", delta_square)

@@ -17,6 +17,7 @@ LONGEST = 600
 FLOORS = [
     {"grid", "philox", "kernels"},
     {"vote", "step", "reference"},
+    {"product"},
     {"layers"},
     {"convert", "optimizer"},
     {"statistics", "checkpoint", "energy"},

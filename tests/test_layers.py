@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import gft
 from gft import reference
 from gft.layers import quantized_layers
+from gft.vote import Ballot
 
 both_forms = pytest.mark.parametrize("memory", [False, True], ids=["packed", "memory"])
 ranks = pytest.mark.parametrize("lead", [(), (7,), (3, 5), (2, 3, 4)], ids=["rank 1", "rank 2", "rank 3", "rank 4"])
@@ -355,7 +356,7 @@ def test_compiled_model_ends_with_the_same_weights(backend):
         model = nn.Sequential(gft.QuantLinear(9, 12, bias=True), nn.ReLU(), gft.QuantLinear(12, 7))
         start = model[0].weight.clone()
         optimizer = gft.GFT(gft.quantized(model), lr=0.8, vote="int8", seed=5)
-        run = torch.compile(model, backend=backend) if compiled else model
+        run = torch.compile(model, backend=backend, fullgraph=True) if compiled else model
         for _ in range(2):
             optimizer.zero_grad()
             run(x).square().sum().backward()
@@ -365,6 +366,56 @@ def test_compiled_model_ends_with_the_same_weights(backend):
 
     for eager, compiled in zip(train(False), train(True), strict=True):
         assert torch.equal(eager, compiled)
+
+
+@pytest.mark.parametrize("vote", ["int8", "int4", "sign"])
+@pytest.mark.parametrize("kind", ["linear", "conv", "frozen"])
+def test_operators_pass_torchs_own_checks(kind, vote, monkeypatch):
+    monkeypatch.setattr(Ballot, "call", 0)  # the checks run backward between two forwards that they compare
+    layer = gft.QuantConv2d(3, 5, 3, bits=3) if kind == "conv" else gft.QuantLinear(12, 7, bits=3)
+    x = torch.randn(2, 3, 6, 6) if kind == "conv" else torch.randn(2, 5, 12)
+    if kind != "frozen":
+        optimizer = gft.GFT(gft.quantized(layer), vote=vote)
+        layer(x).sum().backward()
+        optimizer.step()  # so that the votes have their scales
+    x.requires_grad_()
+    arguments = (x, layer._anchor, layer.weight, layer._number)
+    torch.library.opcheck(torch.ops.gft.product, arguments)
+    y, kept, square = (output.detach() for output in torch.ops.gft.product(*arguments))
+    torch.library.opcheck(torch.ops.gft.product_backward, (torch.randn(y.shape), layer.weight, kept, square, layer._number,
+                                                           list(x.shape), torch.float32, True))
+
+
+@pytest.mark.parametrize("settings", [{"vote": "sign", "rule": "topk"}, {"in_backward": True}, {"vote": "ternary"}],
+                         ids=["sign", "in_backward", "ternary"])
+def test_one_graph_holds_the_whole_model(settings):
+    torch.compiler.reset()
+    weights = []
+    for compiled in (False, True):
+        torch.manual_seed(1)
+        model = nn.Sequential(gft.QuantConv2d(2, 4, 3, bits=3, memory=False), nn.ReLU(), nn.Flatten(1),
+                              gft.QuantLinear(64, 8))
+        optimizer = gft.GFT(gft.quantized(model), lr=0.5, seed=2, **settings)
+        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        for number in range(2):
+            x = torch.randn(5, 2, 6, 6, generator=torch.Generator().manual_seed(number))
+            optimizer.zero_grad(); run(x).square().sum().backward(); optimizer.step()
+        weights.append([weight.clone() for weight in gft.quantized(model)])
+        with torch.no_grad():
+            assert torch.allclose(run(x), model(x), atol=1e-5)
+    assert all(torch.equal(*pair) for pair in zip(*weights, strict=True))
+
+
+def test_a_copy_in_a_graph_votes_for_itself():
+    torch.compiler.reset()
+    model = gft.QuantLinear(9, 6)
+    twin = copy.deepcopy(model)
+    assert twin._number != model._number
+    optimizers = [gft.GFT(gft.quantized(layer), lr=0.9) for layer in (model, twin)]
+    torch.compile(twin, backend="aot_eager", fullgraph=True)(torch.randn(4, 9)).sum().backward()
+    assert twin.weight.ballot.votes is not None
+    assert model.weight.ballot.votes is None
+    assert optimizers[0].flips() == 0
 
 
 def test_deep_copy_has_no_ballot_and_casts_no_vote():

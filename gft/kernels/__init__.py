@@ -34,3 +34,8 @@ def twin_of(tensor: Tensor) -> ModuleType | None:
     if tensor.is_cuda:
         return _fused()
     return _native() if tensor.device.type == "cpu" else None
+
+
+def lays_tokens_last(tensor: Tensor) -> bool:
+    """Does `quantize` on this device lay its result out feature by feature?"""
+    return tensor.is_cuda and _fused() is not None
