@@ -55,7 +55,7 @@ def forward(layer: Layer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def backward(layer: Layer, delta: Tensor, weight: Tensor, kept: Tensor, square: Tensor, x_shape: torch.Size,
-              x_dtype: torch.dtype, wants_delta_x: bool) -> Tensor | None:
+             x_dtype: torch.dtype, wants_delta_x: bool) -> Tensor | None:
     """delta_x, if it is wanted; and the votes are cast."""
     levels = layer.grid.levels(weight)
     delta_x = None

@@ -1,4 +1,5 @@
-"""The command line: gft demo | recipes | train | eval | generate | reproduce | report | data | hardness.
+"""The command line: gft demo | recipes | train | eval | generate | reproduce | report | bench | data | energy |
+hardness.
 
 Errors a user can mend are one sentence on stderr and exit code 2; anything else is ours and keeps its traceback.
 """
@@ -13,6 +14,8 @@ try:
     import typer
     from rich.table import Table
 
+    from gft.cli import energy, hardness
+    from gft.lab import bench as benchmarks
     from gft.lab import data as datasets
     from gft.lab import demo as demonstration
     from gft.lab import generate as writing
@@ -26,6 +29,8 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
                   help="Train networks whose weights are 2-4-bit integers, and stay so while they train.")
 data_app = typer.Typer(no_args_is_help=True, help="Find or fetch the data sets.")
 app.add_typer(data_app, name="data")
+app.add_typer(energy.app, name="energy")
+app.add_typer(hardness.app, name="hardness")
 
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Settings = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Change a field of the recipe; repeatable.")]
@@ -130,6 +135,24 @@ def report_command(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A
 def show_table(folder: Path, rows: list[dict[str, Any]]) -> None:
     console.print(report.terminal_table(folder.name, rows))
     console.print(f"Written: {folder}/table.md, table.json, runs.jsonl, curves.png, curves.svg")
+
+
+@app.command()
+def bench(only: Annotated[list[str], typer.Option(help=" | ".join(benchmarks.BENCHMARKS) + "; repeatable.")] = [],  # noqa: B006
+          small: Annotated[bool, typer.Option("--small", help="Tiny sizes: does it run at all.")] = False,
+          out: Annotated[Path, typer.Option(help="Rows are appended here.")] = Path("runs/bench.csv"),
+          device: Device = "auto") -> None:
+    """Measure our kernels and whole training steps beside their peers."""
+    on = train.resolve_device(device)
+    unknown = [name for name in only if name not in benchmarks.BENCHMARKS]
+    if unknown:
+        raise ValueError(f"--only {unknown[0]}: choose one of {', '.join(benchmarks.BENCHMARKS)}")
+    sizes: dict[str, dict[str, Any]] = {"update": {"sizes": (256,)}, "votes": {"sizes": (256,)}, "step": {"small": True}}
+    for name in only or benchmarks.BENCHMARKS:
+        rows = list(benchmarks.BENCHMARKS[name](on, **(sizes[name] if small else {})))
+        console.print(report.bench_table(name, [dataclasses.asdict(row) for row in rows]))
+        benchmarks.append(rows, out, on)
+    console.print(f"Appended to {out}")
 
 
 @data_app.command("list")

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import gft
+from gft.lab import baselines
 from gft.lab import data as datasets
 from gft.lab.models import DNN, GPT, ViT
 from gft.lab.recipes import Recipe
@@ -43,18 +44,23 @@ def chosen_layers(recipe: Recipe) -> Callable[[nn.Module, str], bool]:
 
 def build_model(recipe: Recipe, data: Data) -> nn.Module:
     model = build_float_model(recipe, data)
-    if recipe.quantize != "none":
-        gft.quantize_(model, recipe.bits, chosen_layers(recipe), memory=recipe.memory, init=recipe.init, bias=False)
-    return model
+    if recipe.quantize == "none":
+        return model
+    if recipe.method != "gft":
+        return baselines.put_on_grid_(model, recipe.bits, chosen_layers(recipe), recipe.method)
+    return gft.quantize_(model, recipe.bits, chosen_layers(recipe), memory=recipe.memory, init=recipe.init, bias=False)
 
 
 def build_optimizer(recipe: Recipe, model: nn.Module, seed: int) -> gft.Hybrid:
     parts: list[torch.optim.Optimizer] = []
-    if recipe.quantize != "none":
+    if recipe.quantize != "none" and recipe.method == "gft":
         parts.append(gft.GFT(gft.quantized(model), recipe.lr, recipe.rule, recipe.vote, sample=recipe.sample,
                              mask=recipe.mask, inertia=recipe.inertia, p_min=recipe.p_min, seed=seed))
-    if gft.dense(model):
-        parts.append(torch.optim.AdamW(gft.dense(model), lr=recipe.dense_lr, weight_decay=recipe.weight_decay,
+    elif recipe.quantize != "none":
+        parts.append(baselines.make_optimizer(recipe.method, model, recipe.lr, recipe.beta2, recipe.threshold, seed))
+    rest = baselines.dense(model)
+    if rest:
+        parts.append(torch.optim.AdamW(rest, lr=recipe.dense_lr, weight_decay=recipe.weight_decay,
                                        betas=(0.9, recipe.beta2)))
     return gft.Hybrid(*parts)
 

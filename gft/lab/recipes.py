@@ -1,4 +1,4 @@
-"""Recipes: every experiment of the paper as a function that returns a typed config.
+"""Recipes: every experiment as a function that returns a typed config: the paper's tables, other methods, small demos.
 
 A recipe trains by the library's default settings. Two variants of each integer row stand beside it: "-paper" trains by
 the paper's own rule from the paper's start (`gft.PAPER`), "-packed" by the default rule without vote memory, so that
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
+from gft.lab import baselines
 from gft.lab import data as datasets
 from gft.lab.models.dnn import ACTIVATIONS, NORMS
 from gft.optimizer import PAPER
@@ -20,6 +21,7 @@ CHOICES = {
     "norm": NORMS,
     "activation": tuple(ACTIVATIONS),
     "quantize": ("none", "hidden", "all", "mlp", "blocks"),
+    "method": ("gft", *baselines.METHODS),
     "precision": ("fp32", "bf16"),
     "augment": datasets.AUGMENT,
 }
@@ -59,7 +61,9 @@ class Recipe:
     memory: bool = True
     init: str = "keep"
 
-    # how the integers learn: gft.GFT's arguments
+    # how the integers learn: gft.GFT's arguments, or another method (baselines.py), which has an lr of its own kind
+    method: str = "gft"
+    threshold: float = baselines.THRESHOLD  # bop
     rule: str = "rounding"
     vote: str = "int8"
     sample: str = "token"
@@ -91,6 +95,8 @@ class Recipe:
                 raise ValueError(f"{key}={getattr(self, key)}: it lies between 0 and 1")
         if not self.dense_lr >= 0:
             raise ValueError(f"dense_lr={self.dense_lr}: a rate must not be negative")
+        if not self.threshold >= 0:
+            raise ValueError(f"threshold={self.threshold}: a number of rms, 0 or more")
 
     @property
     def lower_is_better(self) -> bool:
@@ -211,6 +217,39 @@ def variant_of(name: str) -> str:
     return next((variant for variant in VARIANTS if name.endswith(f"-{variant}")), "default")
 
 
+# The baselines' rates, by bits, chosen as docs/lab-notes.md says. They mean what baselines.py says of each method.
+BASELINE_RATES = {
+    "ste": {4: 2e-3, 3: 2e-3, 2: 2e-3},
+    "signsgd": {4: 0.03, 2: 0.01},
+    "bop": {4: 0.01, 2: 0.01},
+    "dqt": {4: 2e-3, 2: 2e-3},
+}
+METHOD_ROWS = {"gft": "GFT", "ste": "STE", "signsgd": "Sign-majority SGD", "bop": "Bop", "dqt": "DQT"}
+
+
+def baselines_row(method: str, bits: int) -> Recipe:
+    """One row of the comparison: Table 1's hybrid at width 1024, the same network, batches, steps and schedule for every
+    method. bits=32 is AdamW on float weights."""
+    if bits == 32:
+        return Recipe(name="mnist-baselines-fp", table="baselines", row="AdamW, full precision", paper=None, width=1024,
+                      norm="batch")
+    recipe = Recipe(name=f"mnist-baselines-{method}-{bits}bit", table="baselines", row=f"{METHOD_ROWS[method]} {bits}bit",
+                    paper=None, width=1024, norm="batch", quantize="hidden", bits=bits, method=method)
+    return recipe if method == "gft" else dataclasses.replace(recipe, lr=BASELINE_RATES[method][bits])
+
+
+def baselines_rows() -> Iterator[Recipe]:
+    yield baselines_row("adamw", 32)
+    yield from (baselines_row("gft", bits) for bits in (4, 3, 2))
+    for bits in (4, 2):
+        packed = as_packed(baselines_row("gft", bits))
+        yield dataclasses.replace(packed, row=f"GFT, packed {bits}bit")
+    for bits in (4, 2):
+        paper = as_paper(baselines_row("gft", bits))
+        yield dataclasses.replace(paper, row=f"GFT, the paper's rule {bits}bit", norm="batch")
+    yield from (baselines_row(method, bits) for method, rates in BASELINE_RATES.items() for bits in rates)
+
+
 def _rows_of_the_paper() -> Iterator[Recipe]:
     for make, values in ((mnist_dnn, MNIST_DNN), (shakespeare_gpt, SHAKESPEARE_GPT), (mnist_vit, MNIST_VIT),
                          (imagenette_vit, IMAGENETTE_VIT)):
@@ -224,6 +263,7 @@ def _all() -> Iterator[Recipe]:
         if recipe.quantize != "none":
             yield as_paper(recipe)
             yield as_packed(recipe)
+    yield from baselines_rows()
     for key in (("none", 32), ("hidden", 4), ("all", 2)):
         yield digits(*key)
     for key in (("none", 32), ("mlp", 4), ("blocks", 2)):

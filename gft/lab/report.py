@@ -2,13 +2,14 @@
 
 import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 Result = Mapping[str, Any]
+Row = Mapping[str, Any]  # of a table: several runs
 
 
 def short(number: float) -> str:
@@ -49,6 +50,7 @@ def table_rows(results: Sequence[Result], command: str) -> list[dict[str, Any]]:
             "std": statistics.stdev(values) if len(values) > 1 else 0.0, "n": len(values),
             "seeds": [run["seed"] for run in runs], "values": values, "lower_is_better": first["metric"] == "loss",
             "gap": None if first["paper"] is None else mean - first["paper"],
+            "table": first["table"], "training_bytes_per_weight": first.get("training_bytes_per_weight"),
             **{key: first[key] for key in ("metric", "steps", "fp32_params", "quantized_params", "bits", "bits_total",
                                            "bytes_per_weight", "updates_estimated", "energy_estimate_j")},
             "updates_actual": statistics.fmean(run["updates_actual"] for run in runs),
@@ -61,44 +63,89 @@ def table_rows(results: Sequence[Result], command: str) -> list[dict[str, Any]]:
     return rows
 
 
-COLUMNS = ("row", "paper", "ours", "gap", "n", "bytes a weight", "bits", "updates (paper's formula)",
-           "updates (counted)", "energy (estimate)", "time")
-
-
-def _cells(row: Mapping[str, Any]) -> list[str]:
+def _value(row: Row) -> str:
     digits = 3 if row["metric"] == "loss" else 2
-    paper = "–" if row["paper"] is None else f"{row['paper']:g}"
-    gap = "–" if row["gap"] is None else f"{row['gap']:+.{digits}f}"
-    spread = f" ± {row['std']:.{digits}f}" if row["n"] > 1 else ""
-    return [row["name"], paper, f"{row['mean']:.{digits}f}{spread}", gap, str(row["n"]),
-            f"{row['bytes_per_weight']:g}", short(row["bits_total"]), short(row["updates_estimated"]),
-            short(row["updates_actual"]), f"{row['energy_estimate_j']:.2f} J", f"{row['wall_s']:.0f} s"]
+    return f"{row['mean']:.{digits}f}" + (f" ± {row['std']:.{digits}f}" if row["n"] > 1 else "")
+
+
+def _gap(row: Row) -> str:
+    return "–" if row["gap"] is None else f"{row['gap']:+.{3 if row['metric'] == 'loss' else 2}f}"
+
+
+# What a table's columns are called -> a row's cell in them.
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "row": lambda row: row["name"],
+    "paper": lambda row: "–" if row["paper"] is None else f"{row['paper']:g}",
+    "ours": _value,
+    "gap": _gap,
+    "n": lambda row: str(row["n"]),
+    "bytes a weight": lambda row: f"{row['bytes_per_weight']:g}",
+    "bits": lambda row: short(row["bits_total"]),
+    "updates (paper's formula)": lambda row: short(row["updates_estimated"]),
+    "updates (counted)": lambda row: short(row["updates_actual"]),
+    "energy (estimate)": lambda row: f"{row['energy_estimate_j']:.2f} J",
+    "time": lambda row: f"{row['wall_s']:.0f} s",
+}
+BASELINE_COLUMNS: dict[str, Callable[[Row], str]] = {
+    "method": lambda row: row["name"].removesuffix(f" {row['bits']}bit"),
+    "bits": lambda row: str(row["bits"]),
+    "accuracy": _value,
+    "n": COLUMNS["n"],
+    "training bytes a weight": lambda row: f"{row['training_bytes_per_weight']:.3g}",
+    "updates": COLUMNS["updates (counted)"],
+    "time": COLUMNS["time"],
+}
+NOTES = {
+    "baselines": "Training bytes a weight: weight, optimizer state and gradient or votes as held between backward and step, "
+                 "measured; of the quantized layers, which are all but the first and the last, or of all layers in full "
+                 "precision. Updates: levels that changed, and float weights (latent ones too) times steps.",
+}
+
+
+def columns_of(rows: Sequence[Row]) -> dict[str, Callable[[Row], str]]:
+    return BASELINE_COLUMNS if rows[0]["table"] == "baselines" else COLUMNS
 
 
 METRICS = {"accuracy": "Validation accuracy in %", "loss": "Validation loss in nats (lower is better)"}
 
 
-def markdown(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    lines = [f"# {title}", "", "| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
-    lines += ["| " + " | ".join(_cells(row)) + " |" for row in rows]
+def markdown(title: str, rows: Sequence[Row]) -> str:
+    columns = columns_of(rows)
+    lines = [f"# {title}", "", "| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    lines += ["| " + " | ".join(cell(row) for cell in columns.values()) + " |" for row in rows]
     seeds = sorted({seed for row in rows for seed in row["seeds"]})  # a row with n of them has the first n
     where = {key: ", ".join(dict.fromkeys(row[key] for row in rows)) for key in ("commit", "device", "torch", "command")}
-    lines += ["", f"{METRICS[rows[0]['metric']]}, mean ± standard deviation over n seeds ({', '.join(map(str, seeds))}); "
-              "gap: ours minus the paper's.", "",
+    gap = "; gap: ours minus the paper's" if "gap" in columns else ""
+    note = NOTES.get(rows[0]["table"])
+    lines += ["", f"{METRICS[rows[0]['metric']]}, mean ± standard deviation over n seeds ({', '.join(map(str, seeds))})"
+              f"{gap}.", "", *([note, ""] if note else []),
               "Time is the wall time of one run, beside as many others as the command's --jobs says.", "",
               f"Command: `{where['command']}` · commit {where['commit']} · {where['device']} · torch {where['torch']}", ""]
     return "\n".join(lines)
 
 
-def terminal_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+NARROW = ("row", "paper", "ours", "gap", "n", "bits", "time")  # of COLUMNS, what fits 80 characters
+
+
+def terminal_table(title: str, rows: Sequence[Row]) -> Table:
     """The columns that fit 80 characters; table.md has them all."""
     table = Table(title=title)
-    shown = [index for index, name in enumerate(COLUMNS) if name in ("row", "paper", "ours", "gap", "n", "bits", "time")]
-    for index in shown:
-        table.add_column(COLUMNS[index], justify="left" if index == 0 else "right")
+    columns = columns_of(rows)
+    shown = {name: cell for name, cell in columns.items() if columns is not COLUMNS or name in NARROW}
+    for place, name in enumerate(shown):
+        table.add_column(name, justify="right" if place else "left")
     for row in rows:
-        cells = _cells(row)
-        table.add_row(*(cells[index] for index in shown))
+        table.add_row(*(cell(row) for cell in shown.values()))
+    return table
+
+
+def bench_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(title=title)
+    for name in ("case", "ours", "peer", "ratio", "bar"):
+        table.add_column(name, justify="left" if name in ("case", "bar") else "right")
+    for row in rows:
+        table.add_row(row["case"], f"{row['ours']:.4g} {row['unit']}", f"{row['peer']:.4g} ({row['peer_is']})",
+                      f"{row['ratio']:.2f}", row["bar"] + (" ✓" if row["met"] else " ✗"))
     return table
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import gft
 from gft import energy
+from gft.lab import baselines
 from gft.lab import data as datasets
 from gft.lab.build import Data, build_model, build_optimizer, build_scheduler
 from gft.lab.recipes import Recipe
@@ -165,23 +166,28 @@ def finite_loss(loss: Tensor, step: int, folder: RunFolder) -> float:
 
 def summary(recipe: Recipe, model: nn.Module, optimizer: gft.Hybrid, seed: int, seconds: float, value: float,
             on: torch.device) -> dict[str, Any]:
-    """result.json."""
-    quantized = sum(layer.grid.rows * layer.grid.columns for layer in quantized_layers(model).values())
-    fp32 = sum(parameter.numel() for parameter in gft.dense(model))
-    flips = sum(part.flips() for part in optimizer.optimizers if isinstance(part, gft.GFT))
+    """result.json. The paper's formulas (updates_estimated, energy_estimate_j) are for AdamW and its own optimizer; other
+    methods have none."""
+    quantized = baselines.weights_on_grid(model)
+    fp32 = sum(parameter.numel() for parameter in baselines.dense(model))
+    latent = sum(parameter.numel() for parameter in gft.dense(model)) - fp32
+    flips = sum(part.flips() for part in optimizer.optimizers if isinstance(part, (gft.GFT, baselines.LevelOptimizer)))
+    own = recipe.method == "gft"
     return {
         "recipe": recipe.name, "table": recipe.table, "row": recipe.row, "paper": recipe.paper,
         "metric": recipe.metric, "value": value, "split": "val", "steps": recipe.steps, "seed": seed,
         "fp32_params": fp32, "quantized_params": quantized, "bits": recipe.bits,
         "bits_total": energy.bits_total(fp32, quantized, recipe.bits),
         "bytes_per_weight": stored_bytes(model) / quantized if quantized else 4.0,
-        "updates_estimated": energy.updates_estimated(fp32, quantized, recipe.steps),
-        "updates_actual": fp32 * recipe.steps + flips,
-        "energy_estimate_j": energy.energy_estimate_j(fp32, quantized, recipe.bits, recipe.steps),
+        "training_bytes_per_weight": baselines.training_bytes_after_step(model, optimizer),
+        "updates_estimated": energy.updates_estimated(fp32, quantized, recipe.steps) if own else None,
+        "updates_actual": (fp32 + latent) * recipe.steps + flips,
+        "energy_estimate_j": energy.energy_estimate_j(fp32, quantized, recipe.bits, recipe.steps) if own else None,
         "wall_s": seconds, "device": device_name(on), "torch": torch.__version__, "commit": commit(),
         "config": dataclasses.asdict(recipe),
     }
 
 
 def stored_bytes(model: nn.Module) -> int:
-    return sum(layer.weight.numel() * layer.weight.element_size() for layer in quantized_layers(model).values())
+    layers = [*quantized_layers(model).values(), *baselines.grid_layers(model)]
+    return sum(layer.weight.numel() * layer.weight.element_size() for layer in layers)
