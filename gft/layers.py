@@ -349,8 +349,9 @@ def _give_back(layer: Any, float_layer: Any) -> Any:
 
 
 def mark(layer: _QuantLayer) -> nn.Parameter:
-    """Write on the weight how it is stored, for the optimizer that gets only the parameter."""
+    """Write on the weight how it is stored and what a level is worth, for the optimizer that gets only the parameter."""
     layer.weight.grid = layer.grid  # type: ignore[attr-defined]
+    layer.weight.read_scale = layer.scale_number  # type: ignore[attr-defined]
     return layer.weight
 
 

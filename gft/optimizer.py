@@ -35,8 +35,8 @@ GPU_STEPS_BETWEEN_REPORTS = 100
 class GFT(Optimizer):
     """Trains the integer weights of `gft.quantized(model)` by votes.
 
-    lr: For rule "rounding" the rms move of a weight a step, in levels, for a 4-bit layer of 128 inputs; other bits and
-        widths are scaled so that the same lr suits them (step.levels_a_step). At 0 nothing moves; near 1 a weight
+    lr: For rule "rounding" the rms move of a weight a step, in levels, for a 4-bit layer of 128 inputs; other bits,
+        widths and starts are scaled so that the same lr suits them (step.levels_a_step). At 0 nothing moves; near 1 a weight
         crosses the grid in a few steps and training never settles. For rule "topk" it is the paper's k, the fraction of
         weights that may move: at 0 none, at 1 all. Let a scheduler bring it to 0 in both.
     rule: "rounding" (every weight moves by the stochastic rounding of its share) or "topk" (the paper's).
@@ -194,7 +194,8 @@ def move(weight: Tensor, ballot: Ballot, call: int, *, lr: float, rule: str, p_m
         # A look at the largest vote would make the host wait for a GPU; a bound on it costs a few passes more instead.
         bounds = rules.topk_bounds(votes, lr, ballot.ceiling if weight.is_cuda else None)
     elif lr > 0:
-        factors = rules.rounding_factors(votes, rules.levels_a_step(lr, grid.bits, grid.columns), grid.resolution)
+        levels = rules.levels_a_step(lr, weight.read_scale(), grid.bits, grid.columns)  # type: ignore[attr-defined]
+        factors = rules.rounding_factors(votes, levels, grid.resolution)
     if bounds is None and factors is None:
         return flips
     stream, follow = ballot.stream(0, call), rules.follow_of(inertia)

@@ -126,17 +126,20 @@ def _squares(votes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return squares.sum(1, dtype=torch.int64), squares.sum(0, dtype=torch.int64), shift
 
 
-REFERENCE_INPUTS = 128  # at which lr is the rms move in levels of a 4-bit grid
+REFERENCE_INPUTS = 128  # at which, in a layer that passes variance on, lr is the rms move in levels of a 4-bit grid
+LARGEST_GROWTH = 4.0  # a layer that starts smaller moves as if it were so many times its size, at most
 
 
-def levels_a_step(lr: float, bits: int, inputs: int) -> float:
+def levels_a_step(lr: float, scale: float, bits: int, inputs: int) -> float:
     """lr -> the rms move of a weight in levels of its own grid.
 
-    The same lr is meant to change a layer's output equally much whatever its width and bits. A coarser grid has larger
-    levels: divide by its spacing. And moves that agree with x add up over the inputs while the weights themselves add
-    up at random, so relative to its output a layer moves sqrt(inputs) times faster: divide by that, too.
+    The same lr is meant to serve layers of any width, bits and start. So a move is measured in weights, not in levels:
+    0.35 · lr of what a weight is in a layer that passes variance on, 1/sqrt(inputs), however small the layer's own start
+    is. And moves that agree with x add up over the inputs while the weights themselves add up at random, so relative to
+    its output a layer moves sqrt(inputs) times faster: divide by that, too, beyond 128 inputs.
     """
-    return lr * SPACING[4] / SPACING[bits] * min(1.0, math.sqrt(REFERENCE_INPUTS / inputs))
+    size = min(1 / math.sqrt(inputs), LARGEST_GROWTH * scale / SPACING[bits])
+    return lr * SPACING[4] * size / scale * min(1.0, math.sqrt(REFERENCE_INPUTS / inputs))
 
 
 def rounding_factors(votes: Tensor,  # (out, in)

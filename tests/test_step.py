@@ -197,11 +197,15 @@ def test_rounding_leaves_silent_rows_columns_and_layers_alone():
     assert torch.equal(new, values)
 
 
-def test_levels_a_step_moves_coarse_and_wide_layers_by_fewer_levels():
-    assert step.levels_a_step(0.3, 4, 128) == step.levels_a_step(0.3, 4, 9) == 0.3
-    assert step.levels_a_step(0.3, 4, 512) == pytest.approx(0.15)
-    moved = [step.levels_a_step(0.3, bits, 512) * SPACING[bits] for bits in range(2, 9)]  # in units of the float weight
-    assert moved == pytest.approx([moved[0]] * 7)
+def test_levels_a_step_measures_a_move_in_weights_not_in_levels():
+    for bits in range(2, 9):
+        for inputs, growth in ((9, 1.0), (128, 1.0), (512, 2.0)):
+            own = SPACING[bits] / math.sqrt(inputs)  # the scale of a layer that passes variance on
+            wanted = 0.3 * SPACING[4] / math.sqrt(inputs) / growth
+            for scale in (own, own / 3, own * 5):
+                assert step.levels_a_step(0.3, scale, bits, inputs) * scale == pytest.approx(wanted)
+            assert step.levels_a_step(0.3, own / 40, bits, inputs) * own / 40 == pytest.approx(wanted / 10)
+    assert step.levels_a_step(0.3, SPACING[4] / math.sqrt(128), 4, 128) == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize("shift", [1, 20, 40], ids="votes · 2^{}".format)
@@ -321,7 +325,7 @@ def test_move_equals_the_rule_on_the_whole_matrix(shape, rule, memory):
     kept = Grid(3, *shape, memory)
     old, votes = random_values(shape, kept.limit), random_votes(shape)
     weight = kept.from_values(old).clone()
-    weight.grid = kept
+    weight.grid, weight.read_scale = kept, lambda: 0.05
     ballot = Ballot(vote="int8", sample="token", mask="none", seed=91, layer=4, step=17, votes=votes)
 
     flips = move(weight, ballot, 2, lr=0.45, rule=rule, p_min=0.03, inertia=0.75)
@@ -330,7 +334,7 @@ def test_move_equals_the_rule_on_the_whole_matrix(shape, rule, memory):
     if rule == "topk":
         expected = step.topk(old, votes, noise, step.topk_bounds(votes, 0.45), 0.03, kept.unit, kept.limit)
     else:
-        rms = 0.45 * SPACING[4] / SPACING[3] * min(1, math.sqrt(128 / shape[1]))
+        rms = step.levels_a_step(0.45, 0.05, 3, shape[1])
         factors = step.rounding_factors(votes, rms, kept.resolution)
         expected = step.rounding(old, votes, noise, factors, kept.limit, kept.memory_bits, follow=64)
     assert torch.equal(kept.values(weight), expected)

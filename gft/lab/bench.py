@@ -77,7 +77,7 @@ def update(device: torch.device, sizes: Sequence[int] = (4096, 16384)) -> Iterat
             source = torch.empty(moved // 2, dtype=torch.uint8, device=device)
             target = torch.empty_like(source)
             weight = layer.weight.detach()
-            weight.grid = layer.grid  # type: ignore[attr-defined]
+            weight.grid, weight.read_scale = layer.grid, layer.scale_number  # type: ignore[attr-defined]
 
             def ours(weight: Tensor = weight, ballot: Any = ballot) -> None:
                 move(weight, ballot, 0, lr=0.1, rule="rounding", p_min=0.0, inertia=0.9)
