@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gft import kernels
+
 MIN_BITS, MAX_BITS = 2, 8
 
 # The spacing a of the 2I+1 levels that loses least (mean square) of a standard Gaussian; the tests recompute it.
@@ -150,6 +152,13 @@ class Grid:
     def levels(self, stored: Tensor) -> Tensor:
         """(rows, columns) int8 levels, as the forward pass uses them."""
         return self.value_levels(self.values(stored))
+
+    def float_levels(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
+        """The same as floats, for a product."""
+        kernel = kernels.twin_of(stored) if self.memory and dtype is torch.float32 else None
+        if kernel is not None and hasattr(kernel, "float_levels"):
+            return kernel.float_levels(stored, self.memory_bits)
+        return self.levels(stored).to(dtype)
 
 
 # ---------------------------------------------------------------------------------------------------- where weights start

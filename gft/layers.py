@@ -130,7 +130,8 @@ class _QuantLayer(nn.Module):
         dtype = self.product_dtype(x)
         if torch.compiler.is_compiling():  # a number read from a tensor would end the graph
             return self.product(x.to(dtype), self.levels().to(dtype), 1.0) * self.scale.to(dtype)
-        return self.product(x.to(dtype), self.levels().to(dtype), self.scale_number())
+        levels = self.grid.float_levels(self.weight.detach(), dtype).view(self.float_shape)
+        return self.product(x.to(dtype), levels, self.scale_number())
 
     def scale_number(self) -> float:
         """`scale` as a number, for products that multiply by it on the way out instead of in a pass of its own. Read

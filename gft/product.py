@@ -57,10 +57,9 @@ def forward(layer: Layer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def backward(layer: Layer, delta: Tensor, weight: Tensor, kept: Tensor, square: Tensor, x_shape: torch.Size,
              x_dtype: torch.dtype, wants_delta_x: bool) -> Tensor | None:
     """delta_x, if it is wanted; and the votes are cast."""
-    levels = layer.grid.levels(weight)
     delta_x = None
     if wants_delta_x:
-        shaped = levels.to(delta.dtype).view(layer.float_shape)
+        shaped = layer.grid.float_levels(weight, delta.dtype).view(layer.float_shape)
         delta_x = layer.input_error(delta, shaped, layer.scale_number(), x_shape).to(x_dtype)
     ballot = layer.ballot
     if ballot is not None and kept.numel():
@@ -68,7 +67,9 @@ def backward(layer: Layer, delta: Tensor, weight: Tensor, kept: Tensor, square: 
         bits = CODES[ballot.vote_for(sequence)].bits
         q = grid.unpack(kept, bits, layer.inputs) if bits < 8 else kept
         rows = layer.features_last(delta, layer.grid.rows)
-        ballot.cast(partial(layer.vote_pieces, q, x_shape), square if square.numel() else None, rows, levels, sequence)
+        levels = layer.grid.levels(weight) if ballot.mask == "literal" else None
+        ballot.cast(partial(layer.vote_pieces, q, x_shape), square if square.numel() else None, rows,
+                    (layer.grid.rows, layer.grid.columns), sequence, levels)
         # After delta_x: the error that flows down belongs to the weights of the forward pass.
         if ballot.on_votes is not None:
             ballot.on_votes(layer.weight)

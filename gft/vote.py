@@ -149,12 +149,14 @@ def tally(x: Tensor,  # (n, in) int8
     if on_cuda:
         at_once = at_once // 8 * 8
     dtype = torch.int64 if tokens * largest**2 >= 2**31 else torch.int32
+    native = None if on_cuda else kernels.twin_of(x)
     votes: Tensor | None = None
     for start in range(0, tokens, at_once):
         some_x, some_delta = x[start : start + at_once], delta[start : start + at_once]
         with torch.autocast(x.device.type, enabled=False):  # backward may run inside one, and bf16 sums are not exact
             part = _int32_product(some_delta, some_x) if on_cuda else some_delta.float().t() @ some_x.float()
-        votes = part.to(dtype) if votes is None else votes.add_(part.to(dtype))
+        whole = native.as_int32(part) if native is not None and dtype is torch.int32 else part.to(dtype)
+        votes = whole if votes is None else votes.add_(whole)
     return x.new_zeros(delta.shape[1], x.shape[1], dtype=dtype) if votes is None else votes
 
 
@@ -231,8 +233,9 @@ class Ballot:
 
     def cast(self, pieces: Pieces, x_square: Tensor | None,
              delta: Tensor,  # (voters, out) float
-             levels: Tensor,  # (out, in)
-             sequence: int) -> None:
+             shape: tuple[int, int],  # (out, in)
+             sequence: int,
+             levels: Tensor | None = None) -> None:  # (out, in), for the literal mask
         """Add the votes of one backward pass. `pieces` pairs the quantized delta with the x each row of it voted on."""
         stream = self.stream(2, self.call)
         q, delta_square, bad = quantize_by_stream(delta, self.vote_for(sequence), self.delta_rms, stream)
@@ -247,13 +250,13 @@ class Ballot:
             self.votes = self.votes.to(torch.int64)
         for rows, x_piece, delta_piece in pieces(q):
             votes, sizes = self._count(x_piece, delta_piece, sequence)
-            if sizes is not None:
+            if sizes is not None and levels is not None:
                 votes = apply_literal_mask(votes, sizes, levels[rows])
-            if self.votes is None and votes.shape == levels.shape:
+            if self.votes is None and votes.shape == shape:
                 self.votes = votes.to(torch.int64) if wide else votes
                 continue
             if self.votes is None:
-                self.votes = torch.zeros(levels.shape, dtype=torch.int64 if wide else torch.int32, device=votes.device)
+                self.votes = torch.zeros(shape, dtype=torch.int64 if wide else torch.int32, device=votes.device)
             self.votes[rows] += votes
 
     def _count(self, x: Tensor, delta: Tensor, sequence: int) -> tuple[Tensor, Tensor | None]:

@@ -15,7 +15,8 @@ LONGEST = 600
 # From the ground up. A room imports from lower floors only; the modules of one room (a folder) may import each other.
 # The kernels stand on the ground: they take plain tensors, and the definitions they are twins of call them.
 FLOORS = [
-    {"grid", "philox", "kernels"},
+    {"philox", "kernels"},
+    {"grid"},
     {"vote", "step", "reference"},
     {"product"},
     {"layers"},

@@ -129,6 +129,16 @@ def test_c_kernels_give_the_same_whatever_the_threads(threads, monkeypatch):
     assert int(flips) > 0
 
 
+@pytest.mark.parametrize("bits", [2, 4, 7])
+def test_float_levels_and_whole_numbers_are_converted_exactly(bits):
+    grid = Grid(bits, 63, 65, memory=True)
+    stored = torch.randint(-grid.limit, grid.limit + 1, (63, 65), dtype=torch.int8)
+    assert torch.equal(grid.float_levels(stored, torch.float32), grid.levels(stored).float())
+    if native.library() is not None:
+        whole = torch.randint(-(2**24), 2**24, (63, 65))
+        assert torch.equal(native.as_int32(whole.float()), whole.int())
+
+
 def test_twin_of_names_the_kernels_of_a_device():
     assert kernels.twin_of(torch.zeros(1)) in (native, None)
     assert kernels.twin_of(torch.zeros(1, device="meta")) is None

@@ -28,7 +28,7 @@ def cast(ballot: Ballot, x: torch.Tensor, delta: torch.Tensor, sequence: int = 1
     q, square, _ = ballot.quantize_x(x, sequence, call)
     if levels is None:
         levels = torch.zeros(delta.shape[1], x.shape[1], dtype=torch.int8)
-    ballot.cast(lambda q_delta: [(slice(None), q, q_delta)], square, delta, levels, sequence)
+    ballot.cast(lambda q_delta: [(slice(None), q, q_delta)], square, delta, (delta.shape[1], x.shape[1]), sequence, levels)
 
 
 def with_odd_values(shape: tuple[int, int]) -> torch.Tensor:
@@ -227,7 +227,7 @@ def test_ballot_counts_the_pieces_of_one_large_batch_in_int64(groups):
     ballot = ballot_of("int8", x_rms=torch.ones(2), delta_rms=torch.ones(3))
     x = torch.full((half, 2), 127, dtype=torch.int8)
     ballot.cast(lambda q: [(rows, x, part[:, rows]) for part in q.split(half) for rows in groups], None,
-                torch.full((2 * half, 3), 100.0), torch.zeros(3, 2, dtype=torch.int8), 1)
+                torch.full((2 * half, 3), 100.0), (3, 2), 1)
     assert ballot.votes.tolist() == [[2 * half * 127**2] * 2] * 3
 
 

@@ -96,6 +96,22 @@ void gft_quantize(const float *values, const float *factor, int8_t *out, double 
     *bad = not_finite;
 }
 
+/* ------------------------------------------------------------------------------------------------ conversions */
+
+/* Levels of stored values, as floats: grid.values_to_levels. */
+void gft_levels(const int8_t *stored, float *out, int64_t from, int64_t to, int memory_bits) {
+    int32_t half = (1 << memory_bits) / 2;
+    for (int64_t i = from; i < to; i++) out[i] = (float)((stored[i] + half) >> memory_bits);
+}
+
+/* Whole numbers held as floats, to int32 in their own place. */
+void gft_to_int(float *values, int64_t from, int64_t to) {
+    for (int64_t i = from; i < to; i++) {
+        int32_t whole = (int32_t)values[i];
+        memcpy(values + i, &whole, 4);
+    }
+}
+
 /* ------------------------------------------------------------------------------------------------ step._squares */
 
 /* Votes are int32, or int64 if `wide`. */

@@ -29,6 +29,8 @@ POINTER, INT, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctype
 STREAM = [ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint32]  # seed, step, stream, call
 SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "gft_quantize": (None, [POINTER] * 5 + [LONG] * 3 + [FLOAT] * 2 + STREAM),
+    "gft_levels": (None, [POINTER, POINTER, LONG, LONG, INT]),
+    "gft_to_int": (None, [POINTER, LONG, LONG]),
     "gft_largest": (LONG, [POINTER, INT, LONG, LONG]),
     "gft_squares": (None, [POINTER, INT, POINTER, POINTER, LONG, LONG, LONG, INT]),
     "gft_factors": (None, [POINTER, POINTER, LONG, LONG, INT, FLOAT, POINTER, POINTER]),
@@ -137,6 +139,22 @@ def quantize(values: Tensor,  # (n, features) float
     if values.numel():
         _side_by_side(work, tokens, values.numel(), ROWS_OF_SQUARES)
     return q, (squares.sum(0) / max(tokens, 1)).float(), not_finite.sum()
+
+
+def float_levels(stored: Tensor, memory_bits: int) -> Tensor:  # (rows, columns) int8 -> float32
+    """grid.values_to_levels as floats, in one pass."""
+    stored, functions = stored.contiguous(), _functions()
+    levels = torch.empty(stored.shape, dtype=torch.float32)
+    _side_by_side(lambda start, stop: functions.gft_levels(stored.data_ptr(), levels.data_ptr(), start, stop, memory_bits),
+                  stored.numel(), stored.numel())
+    return levels
+
+
+def as_int32(whole: Tensor) -> Tensor:  # float32, contiguous, whole numbers
+    """The same numbers as int32, in the same memory: `whole` is not to be used any more."""
+    functions = _functions()
+    _side_by_side(lambda start, stop: functions.gft_to_int(whole.data_ptr(), start, stop), whole.numel(), whole.numel())
+    return whole.view(torch.int32)
 
 
 def rounding_factors(votes: Tensor, gain: float) -> tuple[Tensor, Tensor]:
