@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt -e '.[lab,solvers,dev]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[lab,energy,solvers,dev]'
 	@touch $@
 
 demo: $(VENV)/.installed
