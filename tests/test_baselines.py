@@ -159,16 +159,19 @@ def test_dqt_moves_levels_by_the_update_in_levels():
 
 # ---------------------------------------------------------------------------------------------------- in the loop
 
-LEARNED = {"ste": 94.0, "signsgd": 91.0, "bop": 94.0, "dqt": 94.0}  # in %; the first digits of one seed, less 2 or 3
+# A rate that suits so small a network, and the least accuracy in %. Nothing moved, it stays at 10.
+LEARNED = {("ste", 4): (0.01, 95), ("ste", 2): (0.01, 95), ("signsgd", 4): (0.1, 93), ("signsgd", 2): (0.1, 87),
+           ("bop", 4): (0.03, 95), ("bop", 2): (0.03, 94), ("dqt", 4): (0.01, 95), ("dqt", 2): (0.01, 94)}
 
 
-@pytest.mark.parametrize("bits", [4, 2])
-@pytest.mark.parametrize("method", baselines.METHODS)
+@pytest.mark.parametrize(("method", "bits"), LEARNED)
 def test_method_learns_the_digits_and_stays_on_the_grid(method, bits):
-    recipe = recipe_of(method, bits, "steps=200")
+    lr, least = LEARNED[method, bits]
+    # All layers on the grid: with float ones at both ends, hidden layers that never move do nearly as well.
+    recipe = recipe_of(method, bits, "steps=200", "quantize=all", f"lr={lr}")
     model, optimizer, scheduler, source = parts(recipe)
     start = [layer.levels().clone() for layer in baselines.grid_layers(model)]
-    assert len(start) == 2
+    assert len(start) == 4
     train_steps(recipe, model, optimizer, scheduler, source)
     for layer, before in zip(baselines.grid_layers(model), start, strict=True):
         weight = layer(torch.eye(layer.in_features)).t().detach() / layer.scale
@@ -176,7 +179,7 @@ def test_method_learns_the_digits_and_stays_on_the_grid(method, bits):
         assert weight.abs().max() <= gft.grid.largest_level(bits) + 1e-5
         assert torch.equal(weight.round().to(torch.int8), layer.levels())
         assert not torch.equal(layer.levels(), before)
-    assert train.evaluate(model, source, "val", recipe) >= LEARNED[method]
+    assert train.evaluate(model, source, "val", recipe) >= least
 
 
 @pytest.mark.parametrize("bits", [4, 2])

@@ -32,7 +32,7 @@ from gft.philox import noise16
 
 METHODS = ("ste", "signsgd", "bop", "dqt")
 VOTERS = 8  # of a batch, for signsgd
-THRESHOLD = 1.0  # of bop, in rms of m
+THRESHOLD = 2.0  # of bop, in rms of m
 
 # ---------------------------------------------------------------------------------------------------- the maths
 
