@@ -53,9 +53,12 @@ def recipes(as_json: Annotated[bool, typer.Option("--json", help="All fields, fo
     for name in ("recipe", "paper", "quantize", "rule", "votes", "steps"):
         table.add_column(name, no_wrap=True)
     for recipe in RECIPES.values():
-        integers = recipe.quantize != "none"
-        table.add_row(recipe.name, "–" if recipe.paper is None else f"{recipe.paper:g}", recipe.quantize,
-                      *((recipe.rule, recipe.vote) if integers else ("–", "–")), str(recipe.steps))
+        if recipe.quantize == "none":
+            how = "–", "–"
+        else:
+            how = (recipe.rule, recipe.vote) if recipe.method == "gft" else (recipe.method, "–")
+        table.add_row(recipe.name, "–" if recipe.paper is None else f"{recipe.paper:g}", recipe.quantize, *how,
+                      str(recipe.steps))
     console.print(table)
 
 

@@ -98,7 +98,8 @@ BASELINE_COLUMNS: dict[str, Callable[[Row], str]] = {
 NOTES = {
     "baselines": "Training bytes a weight: weight, optimizer state and gradient or votes as held between backward and step, "
                  "measured; of the quantized layers, which are all but the first and the last, or of all layers in full "
-                 "precision. Updates: levels that changed, and float weights (latent ones too) times steps.",
+                 "precision. Updates: levels that changed, and float weights (latent ones too) times steps. "
+                 "Time: gft has kernels of its own, the other methods are plain torch.",
 }
 
 
