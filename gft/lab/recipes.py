@@ -209,7 +209,7 @@ def as_packed(recipe: Recipe) -> Recipe:
     return dataclasses.replace(recipe, name=f"{recipe.name}-packed", memory=False)
 
 
-VARIANTS = {"default": lambda recipe: recipe, "paper": as_paper, "packed": as_packed}
+VARIANTS = ("default", "paper", "packed")
 
 
 def variant_of(name: str) -> str:
