@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.utils import _pair
 from torch.nn.utils import skip_init
 
-from gft import grid
+from gft import grid, kernels
 from gft.grid import STARTS, Grid, scale_of
 from gft.product import Product, number_of
 from gft.vote import Ballot
@@ -114,7 +114,8 @@ class _QuantLayer(nn.Module):
         if not torch.is_grad_enabled():
             y = self.scaled_product(x)
         elif torch.compiler.is_compiling():
-            y = torch.ops.gft.product(x, self._anchor, self.weight, self._number)[0]
+            # Cast here, where autocast is known: the operator runs outside of it.
+            y = torch.ops.gft.product(x.to(self.product_dtype(x)), self._anchor, self.weight, self._number)[0]
         elif self.ballot is None and not (x.requires_grad or self.training):
             y = self.scaled_product(x)
         else:
@@ -128,10 +129,17 @@ class _QuantLayer(nn.Module):
     def scaled_product(self, x: Tensor) -> Tensor:
         """scale · product(x, levels)."""
         dtype = self.product_dtype(x)
+        x = x.to(dtype)
         if torch.compiler.is_compiling():  # a number read from a tensor would end the graph
-            return self.product(x.to(dtype), self.levels().to(dtype), 1.0) * self.scale.to(dtype)
+            return self.product(x, self.levels().to(dtype), 1.0) * self.scale.to(dtype)
+        decoder = kernels.decoder_of(x, self.grid.columns) if len(self.float_shape) == 2 else None
+        if decoder is not None:  # a few rows: the weight is read once, as it is stored
+            y = decoder.product(x.reshape(-1, self.grid.columns), self.weight.detach(), self.scale_number(),
+                                packed_width=0 if self.memory else grid.field_bits(self.bits),
+                                top_level=grid.largest_level(self.bits), memory_bits=self.grid.memory_bits)
+            return y.view(*x.shape[:-1], self.grid.rows)
         levels = self.grid.float_levels(self.weight.detach(), dtype).view(self.float_shape)
-        return self.product(x.to(dtype), levels, self.scale_number())
+        return self.product(x, levels, self.scale_number())
 
     def scale_number(self) -> float:
         """`scale` as a number, for products that multiply by it on the way out instead of in a pass of its own. Read

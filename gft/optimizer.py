@@ -18,7 +18,7 @@ from gft import kernels
 from gft import step as rules
 from gft.grid import Grid, field_bits, largest_level
 from gft.philox import noise16
-from gft.vote import CODES, MASKS, SAMPLES, Ballot
+from gft.vote import CODES, MASKS, SAMPLES, Ballot, renew
 
 RULES = ("rounding", "topk")
 
@@ -77,7 +77,7 @@ class GFT(Optimizer):
 
     def _attach(self, group: dict[str, Any]) -> None:
         """Hand a ballot to each weight of a group, with what state there is."""
-        self._reported = 0
+        self._reported = self._unreported = 0
         if not all(isinstance(getattr(weight, "grid", None), Grid) for weight in group["params"]):
             raise ValueError("a deep copy of weights does not say how they are stored; build a new optimizer from "
                              "gft.quantized(model) and give it this one's state_dict")
@@ -116,21 +116,24 @@ class GFT(Optimizer):
         self.check()
         for group in self.param_groups:
             for weight in group["params"]:
-                ballot: Ballot = weight.ballot
-                if ballot.votes is not None and not group["in_backward"]:
+                if weight.ballot.votes is not None and not group["in_backward"]:
                     self._move(weight, group)
-                ballot.close()
-                self.state[weight].update({which: getattr(ballot, which) for which in RUNNING
-                                           if getattr(ballot, which) is not None})
-            group["step"] += 1
+            renew([weight.ballot for weight in group["params"]])
+            for weight in group["params"]:
+                self.state[weight].update({which: getattr(weight.ballot, which) for which in RUNNING
+                                           if getattr(weight.ballot, which) is not None})
+            _advance(group)
         self._report_not_finite()
         return loss
 
     def _report_not_finite(self) -> None:
-        """Warn when more errors were NaN or inf than at the last look. On a GPU a look waits for it, so it is rare."""
+        """Warn when more errors were NaN or inf than at the last look. On a GPU a look waits for it, so it is rare; while a
+        CUDA graph is captured there is none: then ask `not_finite()` now and then."""
+        self._unreported += 1
         on_cpu = all(weight.device.type == "cpu" for weight in self._all_weights())
-        if not on_cpu and self.param_groups[0]["step"] % GPU_STEPS_BETWEEN_REPORTS:
+        if not on_cpu and (self._unreported < GPU_STEPS_BETWEEN_REPORTS or torch.cuda.is_current_stream_capturing()):
             return
+        self._unreported = 0
         count = self.not_finite()
         if count > self._reported:
             warnings.warn(f"{count - self._reported} errors (values of delta) were NaN or inf and cast no vote; lower the "
@@ -149,11 +152,21 @@ class GFT(Optimizer):
         flips = move(weight, ballot, call, lr=group["lr"], rule=group["rule"], p_min=group["p_min"],
                      inertia=group["inertia"])
         state = self.state[weight]
-        state["flips"] = state["flips"] + flips if "flips" in state else flips
-        state["last_flips"] = flips
+        if "flips" not in state:
+            state.update(flips=torch.zeros_like(flips), last_flips=torch.zeros_like(flips))
+        # In place, as all state is renewed: a captured CUDA graph writes where it wrote when it was captured.
+        state["flips"].add_(flips)
+        state["last_flips"].copy_(flips)
 
     def _all_weights(self) -> list[Any]:
         return [weight for group in self.param_groups for weight in group["params"]]
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's, with numbers in the groups also where a GPU counts the steps."""
+        state = super().state_dict()
+        for group in state["param_groups"]:
+            group["step"] = int(group["step"])
+        return state
 
     def flips(self) -> int:
         """How many times a weight changed its level since the start: the paper's "updates", counted."""
@@ -165,12 +178,29 @@ class GFT(Optimizer):
         return sum(int(count) for count in counts if count is not None)
 
 
+def _advance(group: dict[str, Any]) -> None:
+    """Count a step where its random numbers are drawn: on a GPU in its memory, so that a captured CUDA graph, which runs no
+    Python, counts too."""
+    clocks: dict[torch.device, int | Tensor] = {}
+    for weight in group["params"]:
+        if weight.device not in clocks:
+            step = weight.ballot.step
+            if isinstance(step, Tensor) and step.device == weight.device:
+                step.add_(1)
+            else:
+                step = int(step) + 1
+                step = torch.tensor(step, device=weight.device) if weight.is_cuda else step
+            clocks[weight.device] = step
+        weight.ballot.step = clocks[weight.device]
+    group["step"] = next(iter(clocks.values()), group["step"])
+
+
 def check_settings(group: Mapping[str, Any]) -> None:
     """Raise a one-sentence ValueError for a setting no rule can work with. Called before any weight moves."""
     for key, choices in (("rule", RULES), ("vote", tuple(CODES)), ("sample", SAMPLES), ("mask", MASKS)):
         if group[key] not in choices:
             raise ValueError(f"{key}={group[key]!r}: choose one of {', '.join(choices)}")
-    lr = float(group["lr"])
+    lr = 0.0 if _on_gpu(group["lr"]) else float(group["lr"])  # to look would make the host wait
     if not (math.isfinite(lr) and 0 <= lr <= 1):
         what = "k, the fraction of weights that may move" if group["rule"] == "topk" else "the rms move in levels"
         raise ValueError(f"lr={lr}: for rule {group['rule']!r} lr is {what}; give a number from 0 to 1")
@@ -182,20 +212,25 @@ def check_settings(group: Mapping[str, Any]) -> None:
         raise ValueError(f"seed={group['seed']!r}: give an integer from 0 to 2^64 - 1")
 
 
-def move(weight: Tensor, ballot: Ballot, call: int, *, lr: float, rule: str, p_min: float, inertia: float) -> Tensor:
+def _on_gpu(number: Any) -> bool:
+    return isinstance(number, Tensor) and number.is_cuda
+
+
+def move(weight: Tensor, ballot: Ballot, call: int, *, lr: float | Tensor, rule: str, p_min: float,
+         inertia: float) -> Tensor:
     """One step of one stored weight, in place, some rows at a time. Returns how many levels changed (on the device)."""
     grid: Grid = weight.grid  # type: ignore[attr-defined]
     votes = ballot.votes
     assert votes is not None
     flips = torch.zeros((), dtype=torch.int64, device=weight.device)
-    lr = float(lr)
+    lr = lr if _on_gpu(lr) and weight.is_cuda else float(lr)
     bounds = factors = None
     if rule == "topk":
         # A look at the largest vote would make the host wait for a GPU; a bound on it costs a few passes more instead.
         bounds = rules.topk_bounds(votes, lr, ballot.ceiling if weight.is_cuda else None)
-    elif lr > 0:
-        levels = rules.levels_a_step(lr, weight.read_scale(), grid.bits, grid.columns)  # type: ignore[attr-defined]
-        factors = rules.rounding_factors(votes, levels, grid.resolution)
+    elif isinstance(lr, Tensor) or lr > 0:
+        levels = rules.levels_a_step(weight.read_scale(), grid.bits, grid.columns)  # type: ignore[attr-defined]
+        factors = rules.rounding_factors(votes, lr, grid.resolution, levels)
     if bounds is None and factors is None:
         return flips
     stream, follow = ballot.stream(0, call), rules.follow_of(inertia)

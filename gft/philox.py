@@ -41,11 +41,11 @@ def philox(counter: tuple[Tensor, Tensor | int, Tensor, Tensor | int],
     return c0, c1 & LOW, c2, c3 & LOW
 
 
-def _noise_of_counters(first: int, count: int, call: int, step: int, stream: int, key: tuple[int, int],
+def _noise_of_counters(first: int, count: int, call: int, step: int | Tensor, stream: int, key: tuple[int, int],
                        device: torch.device) -> Tensor:
     c0 = torch.arange(first, first + count, dtype=torch.int64, device=device)
     # c2 takes part in a product, so it must be a tensor: Python integers would not wrap.
-    c2 = torch.full_like(c0, step)
+    c2 = torch.zeros_like(c0) + step
     w0, w1, w2, w3 = philox((c0, call, c2, stream), key)
     # Two words side by side in an int64 are four 16-bit numbers in the order we want them (on a little-endian machine).
     pairs = torch.stack((w0.bitwise_or_(w1 << 32), w2.bitwise_or_(w3 << 32)), dim=1)
@@ -55,13 +55,14 @@ def _noise_of_counters(first: int, count: int, call: int, step: int, stream: int
 def noise16(count: int,  # how many numbers
             *,
             seed: int,
-            step: int,
+            step: int | Tensor,  # a number, or one on the device (int64)
             stream: int,  # which layer, and what for
             call: int = 0,  # which micro-batch
             offset: int = 0,  # element the first number belongs to
             device: torch.device | str = "cpu") -> Tensor:  # (count,) int32 in 0..65535
     """The 16-bit numbers of elements offset .. offset+count-1."""
-    if not (0 <= seed < 2**64 and 0 <= step < 2**32 and 0 <= stream < 2**32 and 0 <= call < 2**32):
+    known = 0 if isinstance(step, Tensor) else step  # to look would make the host wait
+    if not (0 <= seed < 2**64 and 0 <= known < 2**32 and 0 <= stream < 2**32 and 0 <= call < 2**32):
         raise ValueError(f"seed={seed}, step={step}, stream={stream}, call={call}: seed takes 64 bits, the rest 32")
     device = torch.device(device)
     first = offset // PER_COUNTER

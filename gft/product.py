@@ -42,6 +42,7 @@ class Layer(Protocol):
 
 def forward(layer: Layer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """y, what is kept of x for the votes, and x's mean square by feature; the last two empty if no votes are wanted."""
+    x = x.to(layer.product_dtype(x))  # once, for the product and for the votes
     y = layer.scaled_product(x)
     kept, square = x.new_empty(0, dtype=torch.int8), x.new_empty(0, dtype=torch.float32)
     ballot = layer.ballot if x.numel() else None
@@ -61,6 +62,7 @@ def backward(layer: Layer, delta: Tensor, weight: Tensor, kept: Tensor, square: 
     if wants_delta_x:
         shaped = layer.grid.float_levels(weight, delta.dtype).view(layer.float_shape)
         delta_x = layer.input_error(delta, shaped, layer.scale_number(), x_shape).to(x_dtype)
+        del shaped  # the votes need the room
     ballot = layer.ballot
     if ballot is not None and kept.numel():
         sequence = layer.sequence_length(x_shape, delta.shape)
@@ -122,7 +124,6 @@ def _product_operator(x: Tensor, anchor: Tensor, weight: Tensor, layer: int) -> 
 @_product_operator.register_fake
 def _(x: Tensor, anchor: Tensor, weight: Tensor, layer: int) -> tuple[Tensor, Tensor, Tensor]:
     this = _LAYERS[layer]
-    x = x.to(this.product_dtype(x))
     y = this.product(x, x.new_empty(this.float_shape), 1.0)
     kept, square = x.new_empty(0, dtype=torch.int8), x.new_empty(0, dtype=torch.float32)
     ballot = this.ballot

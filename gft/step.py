@@ -51,7 +51,7 @@ class TopK(NamedTuple):
 
 def _kth_largest(sizes: Tensor,  # any shape, integers >= 0
                  ceiling: int,
-                 count: int) -> Tensor:  # scalar int64
+                 count: int | Tensor) -> Tensor:  # scalar int64
     """The count-th largest of `sizes`, none of which is above `ceiling`: bit by bit, the largest number that at least
     `count` of them reach. A few passes, no sort, no histogram's collisions, and a GPU is not waited for."""
     found = torch.zeros((), dtype=torch.int64, device=sizes.device)
@@ -61,16 +61,18 @@ def _kth_largest(sizes: Tensor,  # any shape, integers >= 0
     return found
 
 
-def topk_bounds(votes: Tensor, k: float, ceiling: int | None = None) -> TopK | None:
-    """K's least and largest |beta|; None if K is empty. K holds at least round(k · |W|) weights: all weights tied at
-    the threshold are in it (they move with chance p_min only), since their order in memory is no reason to prefer any.
-    `ceiling`: what no |beta| exceeds, if that is known; else it is looked up."""
-    count = round(k * votes.numel())
-    if count == 0:
+def topk_bounds(votes: Tensor, k: float | Tensor, ceiling: int | None = None) -> TopK | None:
+    """K's least and largest |beta|; None if K is empty (where k is on the device it is not looked at, and no |beta| reaches
+    the least of an empty K). K holds at least round(k · |W|) weights: all weights tied at the threshold are in it (they
+    move with chance p_min only), since their order in memory is no reason to prefer any. `ceiling`: what no |beta| exceeds,
+    if that is known; else it is looked up."""
+    count = (k.double() * votes.numel()).round() if isinstance(k, Tensor) else round(k * votes.numel())
+    if not isinstance(count, Tensor) and count == 0:
         return None
     sizes = votes.abs()
     largest = sizes.max().to(torch.int64)
-    return TopK(_kth_largest(sizes, int(largest) if ceiling is None else ceiling, count), largest)
+    least = _kth_largest(sizes, int(largest) if ceiling is None else ceiling, count)
+    return TopK(torch.where(count > 0, least, largest + 1) if isinstance(count, Tensor) else least, largest)
 
 
 def chances(votes: Tensor,  # some rows of beta
@@ -110,7 +112,7 @@ class Rounding(NamedTuple):
 
     row: Tensor  # (out, 1) float32
     column: Tensor  # (1, in) float32
-    cap: float
+    cap: float | Tensor  # on the device if lr is
 
 
 def _squares(votes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -130,8 +132,8 @@ REFERENCE_INPUTS = 128  # at which, in a layer that passes variance on, lr is th
 LARGEST_GROWTH = 4.0  # a layer that starts smaller moves as if it were so many times its size, at most
 
 
-def levels_a_step(lr: float, scale: float, bits: int, inputs: int) -> float:
-    """lr -> the rms move of a weight in levels of its own grid.
+def levels_a_step(scale: float, bits: int, inputs: int) -> float:
+    """The rms move of a weight at lr = 1, in levels of its own grid.
 
     The same lr is meant to serve layers of any width, bits and start. So a move is measured in weights, not in levels:
     0.35 · lr of what a weight is in a layer that passes variance on, 1/sqrt(inputs), however small the layer's own start
@@ -139,14 +141,17 @@ def levels_a_step(lr: float, scale: float, bits: int, inputs: int) -> float:
     its output a layer moves sqrt(inputs) times faster: divide by that, too, beyond 128 inputs.
     """
     size = min(1 / math.sqrt(inputs), LARGEST_GROWTH * scale / SPACING[bits])
-    return lr * SPACING[4] * size / scale * min(1.0, math.sqrt(REFERENCE_INPUTS / inputs))
+    return SPACING[4] * size / scale * min(1.0, math.sqrt(REFERENCE_INPUTS / inputs))
 
 
 def rounding_factors(votes: Tensor,  # (out, in)
-                     lr: float,  # rms move of a weight, in levels
-                     resolution: int) -> Rounding:  # of a level
+                     lr: float | Tensor,  # a number, or one on the device
+                     resolution: int,  # of a level
+                     levels: float = 1.0) -> Rounding:  # the rms move of a weight at lr = 1
     """1/sqrt of row and column mean squares, as the two float factors of every move."""
-    gain = torch.tensor(lr * resolution * ONE, dtype=torch.float32).item()  # as a kernel's argument has it
+    # The product of two float32, so that a lr on the device gives the same bits.
+    gain = torch.as_tensor(lr, dtype=torch.float32) * torch.tensor(levels * resolution * ONE, dtype=torch.float32).item()
+    gain = gain if votes.is_cuda and gain.is_cuda else gain.item()
     kernel = kernels.twin_of(votes)
     if kernel is not None and votes.numel() and votes.dtype in (torch.int32, torch.int64):
         row, column = kernel.rounding_factors(votes, gain)
@@ -154,7 +159,7 @@ def rounding_factors(votes: Tensor,  # (out, in)
     return _factors(votes, gain)
 
 
-def _factors(votes: Tensor, gain: float) -> Rounding:
+def _factors(votes: Tensor, gain: float | Tensor) -> Rounding:
     """The definition of `rounding_factors`."""
     row, column, shift = _squares(votes)
     total = row.sum().double()
@@ -189,6 +194,8 @@ def rounding(values: Tensor,  # (rows, in) int8
     z = values - (level << memory_bits) + centre - move
     z = torch.minimum(torch.maximum(z.clamp_(-limit >> 1, limit >> 1), centre - (1 << half)), centre + (1 << half) - 1)
     # The noise's low byte has next to no say in the rounding, which its high byte decides.
+    if isinstance(factors.cap, Tensor):  # a lr on the device was not looked at; at 0 nothing follows
+        follow = follow * (factors.cap > 0)  # type: ignore[assignment]
     follows = (noise & (FOLLOW_ALL - 1)) < follow
     half_way = (1 << half >> 1) - (noise >> 8 & 1)  # a tie goes up or down by a bit: always up would lift the mean weight
     new = torch.where(follows, (z + half_way) >> half, level)

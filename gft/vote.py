@@ -13,7 +13,7 @@ The rms is one running value per feature, renewed once a step, so all micro-batc
 their votes add up as integers, in any order. Stochastic rounding makes the last three unbiased (up to clipping).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypedDict
 
@@ -28,7 +28,7 @@ class Stream(TypedDict):
     """Which random numbers: noise16's arguments."""
 
     seed: int
-    step: int
+    step: int | Tensor  # on a GPU after the first step: a number in its memory, which a captured graph can count
     stream: int
     call: int
 
@@ -121,7 +121,11 @@ def quantize_by_stream(values: Tensor,  # (n, features) float
 
 
 def _int32_product(delta: Tensor, x: Tensor) -> Tensor:
-    """delta^T · x on int8 tensor cores. cuBLAS wants sizes in multiples of 8 and more than 16 rows: pad with zeros."""
+    """delta^T · x on int8 tensor cores. Without Triton by cuBLAS, which wants sizes in multiples of 8 and more than 16 rows:
+    pad with zeros."""
+    kernel = kernels.twin_of(x)
+    if kernel is not None:
+        return kernel.votes_product(delta, x)
     tokens, out, features = x.shape[0], delta.shape[1], x.shape[1]
 
     def padded_transpose(q: Tensor, least: int) -> Tensor:
@@ -190,7 +194,7 @@ class Ballot:
     mask: str
     seed: int
     layer: int  # which of the optimizer's weights this is
-    step: int = 0
+    step: int | Tensor = 0
     x_rms: Tensor | None = None  # (in,) running; None until the first batch
     delta_rms: Tensor | None = None  # (out,)
     votes: Tensor | None = None  # (out, in) int32 or int64
@@ -239,7 +243,7 @@ class Ballot:
         """Add the votes of one backward pass. `pieces` pairs the quantized delta with the x each row of it voted on."""
         stream = self.stream(2, self.call)
         q, delta_square, bad = quantize_by_stream(delta, self.vote_for(sequence), self.delta_rms, stream)
-        self.not_finite = bad if self.not_finite is None else self.not_finite + bad
+        self.not_finite = bad if self.not_finite is None else self.not_finite.add_(bad)
         self._remember("x_rms", x_square)
         self._remember("delta_rms", delta_square)
         self.batches += 1
@@ -278,13 +282,20 @@ class Ballot:
         self.votes, self.tokens, self.voices, self.batches = None, 0, 0, 0
         self.squares.clear()
 
-    def close(self) -> None:
-        """The step is done: renew the running rms and start the next count."""
-        for which, total in self.squares.items():
-            fresh = total / self.batches if self.batches > 1 else total
-            setattr(self, which, fresh.lerp(getattr(self, which).square(), RMS_DECAY).sqrt())
-        self.discard()
-        self.step += 1
+
+def renew(ballots: Sequence[Ballot]) -> None:
+    """The step is done: renew the running rms of all ballots, in place, and start their next count."""
+    for which in ("x_rms", "delta_rms"):
+        speaking = [ballot for ballot in ballots if which in ballot.squares]
+        if speaking:
+            fresh = [ballot.squares[which] / ballot.batches if ballot.batches > 1 else ballot.squares[which]
+                     for ballot in speaking]
+            running = [getattr(ballot, which) for ballot in speaking]
+            # All layers in one launch or two, where there are launches.
+            mixed = torch._foreach_lerp(fresh, torch._foreach_mul(running, running), RMS_DECAY)  # type: ignore[arg-type]
+            torch._foreach_copy_(running, torch._foreach_sqrt(mixed))
+    for ballot in ballots:
+        ballot.discard()
 
 
 def _sequence_tally(x: Tensor, delta: Tensor, sequence: int) -> tuple[Tensor, Tensor]:

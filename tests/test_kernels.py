@@ -217,3 +217,54 @@ def test_training_on_gpu_under_autocast_learns_and_stays_on_the_grid(in_backward
         assert layer.levels().abs().max() <= 3
         assert layer.weight.element_size() * layer.weight.numel() == pytest.approx(
             layer.in_features * layer.out_features * (1 if memory else 0.5), rel=0.01)
+
+
+# ---------------------------------------------------------------------------------------------------- Triton alone
+
+
+@pytest.fixture
+def fused():
+    pytest.importorskip("triton")
+    return pytest.importorskip("gft.kernels.fused")
+
+
+@pytest.mark.parametrize("shape", [(1, 64, 1), (37, 24, 8), (131, 130, 257), (1100, 40, 72), (2048, 128, 136)], ids=str)
+def test_votes_kernel_is_the_exact_product(fused, shape):
+    tokens, rows, columns = shape
+    generator = torch.Generator().manual_seed(2)
+    delta, x = (torch.randint(-127, 128, (tokens, n), dtype=torch.int8, generator=generator) for n in (rows, columns))
+    expected = delta.int().T @ x.int()
+    assert torch.equal(fused.votes_product(delta.to(DEVICE), x.to(DEVICE)).cpu(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("bits", "memory"), FORMS)
+def test_levels_kernel_equals_definition(fused, bits, memory, dtype):
+    grid, top = Grid(bits, 37, 131, memory), largest_level(bits)
+    levels = torch.randint(-top, top + 1, (37, 131), generator=torch.Generator().manual_seed(2))
+    rest = torch.randint(-(grid.unit // 2), max(grid.unit // 2, 1), (37, 131)) if memory else 0
+    stored = grid.from_values((levels * grid.unit + rest).clamp(-128, 127).to(torch.int8)) if memory else grid.store(levels)
+    got = fused.float_levels(stored.to(DEVICE), 131, dtype, packed_width=0 if memory else field_bits(bits), top_level=top,
+                             memory_bits=grid.memory_bits)
+    assert torch.equal(got.cpu(), grid.levels(stored).to(dtype))
+
+
+def test_numbers_on_the_device_give_the_same_bits(fused):
+    """A captured CUDA graph reads the step and lr from the device's memory."""
+    votes, grid = random_votes((63, 65), torch.int32), Grid(4, 63, 65, True)
+    stored = grid.store(torch.zeros(63, 65, dtype=torch.int8))
+    wide = {"packed_width": 0, "top_level": 7, "memory_bits": 4, "follow": 90}
+
+    def moved(gain, cap, number):
+        row, column = fused.rounding_factors(votes.to(DEVICE), gain)
+        new = stored.clone().to(DEVICE)
+        fused.move(new, votes.to(DEVICE), 65, **wide, row=row, column=column, cap=cap, **(STREAM | {"step": number}))
+        return new.cpu()
+
+    def on_device(number):
+        return torch.tensor(number, device=DEVICE)
+
+    one = moved(30000.0, 120000.0, 77)
+    assert one.any()
+    assert torch.equal(one, moved(on_device(30000.0), on_device(120000.0), on_device(77)))
+    assert not moved(on_device(0.0), on_device(0.0), 77).any()

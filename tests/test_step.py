@@ -203,9 +203,9 @@ def test_levels_a_step_measures_a_move_in_weights_not_in_levels():
             own = SPACING[bits] / math.sqrt(inputs)  # the scale of a layer that passes variance on
             wanted = 0.3 * SPACING[4] / math.sqrt(inputs) / growth
             for scale in (own, own / 3, own * 5):
-                assert step.levels_a_step(0.3, scale, bits, inputs) * scale == pytest.approx(wanted)
-            assert step.levels_a_step(0.3, own / 40, bits, inputs) * own / 40 == pytest.approx(wanted / 10)
-    assert step.levels_a_step(0.3, SPACING[4] / math.sqrt(128), 4, 128) == pytest.approx(0.3)
+                assert 0.3 * step.levels_a_step(scale, bits, inputs) * scale == pytest.approx(wanted)
+            assert 0.3 * step.levels_a_step(own / 40, bits, inputs) * own / 40 == pytest.approx(wanted / 10)
+    assert step.levels_a_step(SPACING[4] / math.sqrt(128), 4, 128) == pytest.approx(1)
 
 
 @pytest.mark.parametrize("shift", [1, 20, 40], ids="votes · 2^{}".format)
@@ -334,8 +334,8 @@ def test_move_equals_the_rule_on_the_whole_matrix(shape, rule, memory):
     if rule == "topk":
         expected = step.topk(old, votes, noise, step.topk_bounds(votes, 0.45), 0.03, kept.unit, kept.limit)
     else:
-        rms = step.levels_a_step(0.45, 0.05, 3, shape[1])
-        factors = step.rounding_factors(votes, rms, kept.resolution)
+        levels = step.levels_a_step(0.05, 3, shape[1])
+        factors = step.rounding_factors(votes, 0.45, kept.resolution, levels)
         expected = step.rounding(old, votes, noise, factors, kept.limit, kept.memory_bits, follow=64)
     assert torch.equal(kept.values(weight), expected)
     assert int(flips) == int((kept.levels(weight) != kept.value_levels(old)).sum()) > 0

@@ -141,20 +141,26 @@ def show_table(folder: Path, rows: list[dict[str, Any]]) -> None:
 
 
 @app.command()
-def bench(only: Annotated[list[str], typer.Option(help=" | ".join(benchmarks.BENCHMARKS) + "; repeatable.")] = [],  # noqa: B006
+def bench(only: Annotated[list[str], typer.Option(help=" | ".join(benchmarks.BENCHMARKS) + "; repeatable. All but "
+                                                  f"{' and '.join(benchmarks.LONG)} if not given.")] = [],  # noqa: B006
           small: Annotated[bool, typer.Option("--small", help="Tiny sizes: does it run at all.")] = False,
-          out: Annotated[Path, typer.Option(help="Rows are appended here.")] = Path("runs/bench.csv"),
+          out: Annotated[Path, typer.Option(help="Rows are appended here, plots written beside.")] = Path("runs/bench.csv"),
           device: Device = "auto") -> None:
-    """Measure our kernels and whole training steps beside their peers."""
+    """Measure our kernels, training steps and memory beside their peers."""
     on = train.resolve_device(device)
     unknown = [name for name in only if name not in benchmarks.BENCHMARKS]
     if unknown:
         raise ValueError(f"--only {unknown[0]}: choose one of {', '.join(benchmarks.BENCHMARKS)}")
-    sizes: dict[str, dict[str, Any]] = {"update": {"sizes": (256,)}, "votes": {"sizes": (256,)}, "step": {"small": True}}
-    for name in only or benchmarks.BENCHMARKS:
-        rows = list(benchmarks.BENCHMARKS[name](on, **(sizes[name] if small else {})))
-        console.print(report.bench_table(name, [dataclasses.asdict(row) for row in rows]))
-        benchmarks.append(rows, out, on)
+    for name in only or [name for name in benchmarks.BENCHMARKS if name not in benchmarks.LONG]:
+        console.print(f"{name} …")
+        plots = {"files": [out.with_name(f"{name}.{kind}") for kind in ("png", "svg")]} if name == "growth" else {}
+        rows = []
+        for row in benchmarks.BENCHMARKS[name](on, small=small, **plots):
+            benchmarks.append([row], out, on)  # at once: a benchmark that is stopped has not been in vain
+            rows.append(dataclasses.asdict(row))
+        console.print(report.bench_table(name, rows))
+        for file in plots.get("files", ()):
+            console.print(f"Written: {file}")
     console.print(f"Appended to {out}")
 
 

@@ -2,14 +2,17 @@
 
     fused     Triton, for CUDA
     native    C, for the CPU, built when first needed
+    decode    Triton, for CUDA: the forward product of a few rows, equal to its definition but for float32's rounding
 
-Each offers `quantize`, `rounding_factors` and `move`, functions of plain tensors and numbers that know nothing of layers
-or optimizers. `twin_of` says which can work on a tensor; it looks when it is asked, never at import.
+Each of the first two offers `quantize`, `rounding_factors` and `move`; all are functions of plain tensors and numbers that
+know nothing of layers or optimizers. `twin_of` and `decoder_of` say which can work on a tensor; they look when they are
+asked, never at import.
 """
 
 from functools import cache
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
 
@@ -29,6 +32,15 @@ def _native() -> ModuleType | None:
     return native if native.library() is not None else None
 
 
+@cache
+def _decode() -> ModuleType | None:
+    try:
+        from gft.kernels import decode
+    except ImportError:  # no Triton
+        return None
+    return decode
+
+
 def twin_of(tensor: Tensor) -> ModuleType | None:
     """The kernels for this tensor's device, if there are any: without them the definitions do the work."""
     if tensor.is_cuda:
@@ -39,3 +51,12 @@ def twin_of(tensor: Tensor) -> ModuleType | None:
 def lays_tokens_last(tensor: Tensor) -> bool:
     """Does `quantize` on this device lay its result out feature by feature?"""
     return tensor.is_cuda and _fused() is not None
+
+
+def decoder_of(x: Tensor, columns: int) -> ModuleType | None:
+    """The kernel for a product of x (..., columns) with a stored weight, where x has so few rows that reading the weight
+    is all the work, and a type the kernel knows."""
+    if not x.is_cuda or x.shape[-1] != columns or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return None
+    kernel = _decode()
+    return kernel if kernel is not None and 0 < x.numel() <= kernel.MOST_ROWS * columns else None

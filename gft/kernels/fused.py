@@ -10,8 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 # Tokens × features a program rounds at once, and how often it does so: it writes one partial sum of squares in all.
-TILE_TOKENS, TILE_FEATURES, TILES = 128, 64, 4
+TILE_TOKENS, TILE_FEATURES, TILES = 64, 64, 2
 MOVE_BLOCK = 1024
+# The votes' product: tokens a step of its loop, programs that fill a GPU (two a multiprocessor), tokens worth a program.
+TILE_K, PROGRAMS, LEAST_TOKENS_A_SPLIT = 128, 264, 512
 
 
 @triton.jit
@@ -29,7 +31,8 @@ def _noise16(element, seed, step, stream, call):
 def _philox(counter, seed, step, stream, call):
     c0 = counter.to(tl.uint32)
     zero = c0 * 0
-    return tl.philox(seed, c0, zero + call.to(tl.uint32), zero + step.to(tl.uint32), zero + stream.to(tl.uint32))
+    return tl.philox(seed, c0, zero + call.to(tl.uint32), zero + tl.load(step).to(tl.uint32),
+                     zero + stream.to(tl.uint32))
 
 
 @triton.jit
@@ -41,12 +44,17 @@ def _noise16_by_eights(counter, seed, step, stream, call):
     return tl.reshape(halves, (counter.shape[0], counter.shape[1] * 8)).to(tl.int32)
 
 
-# Never specialised on their values: they change from step to step, and 1 would become a constant without a type.
-STREAM = ["seed", "step", "stream", "call"]
+# Never specialised on their values: they change from step to step, and 1 would become a constant without a type. The step
+# itself is read on the device, where a captured CUDA graph can count it.
+STREAM = ["seed", "stream", "call"]
 
 
-@triton.jit(do_not_specialize=[*STREAM, "tokens"])
-def _quantize_kernel(values, rms, out, squares, not_finite, tokens, features, unit, smallest_rms, largest_squared, top,
+def _on_device(step: int | Tensor, like: Tensor) -> Tensor:
+    return step.to(like.device) if isinstance(step, Tensor) else torch.tensor(step, device=like.device)
+
+
+@triton.jit(do_not_specialize=STREAM)
+def _quantize_kernel(values, rms, out, squares, not_finite, tokens, features, unit, smallest_rms, largest_square, top,
                      seed, step, stream, call,
                      BY_EIGHTS: tl.constexpr, TOKENS: tl.constexpr, FEATURES: tl.constexpr, TILES: tl.constexpr):
     chunk, feature_block = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -54,16 +62,16 @@ def _quantize_kernel(values, rms, out, squares, not_finite, tokens, features, un
     inside = column < features
     # A reciprocal, then a product, each rounded once: vote.fixed_point_factor.
     scale = tl.div_rn(1.0, tl.maximum(tl.load(rms + column, mask=inside, other=1.0), smallest_rms)) * unit
-    total = tl.zeros((FEATURES,), tl.float32)
-    bad = tl.zeros((FEATURES,), tl.int32)
-    for tile in range(TILES):
+    total = tl.zeros((TOKENS, FEATURES), tl.float32)
+    bad = tl.zeros((TOKENS, FEATURES), tl.int32)
+    for tile in tl.static_range(TILES):
         row = (chunk * TILES + tile) * TOKENS + tl.arange(0, TOKENS)
         live = (row < tokens)[:, None] & inside[None, :]
         element = row[:, None] * features + column[None, :]
         value = tl.load(values + element, mask=live, other=0.0).to(tl.float32)
-        finite = (value == value) & (tl.abs(value) != float("inf"))
+        finite = tl.abs(value) < float("inf")  # not so for NaN
         value = tl.where(finite, value, 0.0)
-        bad += tl.sum((finite == 0).to(tl.int32), 0)
+        bad += (finite == 0).to(tl.int32)
         if BY_EIGHTS:
             eighth = feature_block * (FEATURES // 8) + tl.arange(0, FEATURES // 8)
             noise = _noise16_by_eights(row[:, None] * (features // 8) + eighth[None, :], seed, step, stream, call)
@@ -74,10 +82,23 @@ def _quantize_kernel(values, rms, out, squares, not_finite, tokens, features, un
         # Tokens last: the votes are a product over tokens, and int8 tensor cores want those side by side.
         place = column.to(tl.int64)[:, None] * tokens + row[None, :]
         tl.store(out + place, tl.trans(q), mask=tl.trans(live))
-        bounded = tl.minimum(tl.maximum(value, -largest_squared), largest_squared)
-        total += tl.sum(bounded * bounded, 0)
-    tl.store(squares + chunk * features + column, total, mask=inside)
-    tl.store(not_finite + chunk * features + column, bad, mask=inside)
+        total += tl.minimum(value * value, largest_square)
+    tl.store(squares + chunk * features + column, tl.sum(total, 0), mask=inside)
+    how_many = tl.sum(bad)
+    if how_many > 0:
+        tl.atomic_add(not_finite, how_many.to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["chunks", "tokens"])
+def _mean_kernel(squares, mean, chunks, tokens, features, CHUNKS: tl.constexpr, FEATURES: tl.constexpr):
+    """The chunks' sums of squares, added in a fixed order."""
+    column = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
+    total = tl.zeros((CHUNKS, FEATURES), tl.float32)
+    for first in range(0, chunks, CHUNKS):
+        chunk = first + tl.arange(0, CHUNKS)
+        live = (chunk < chunks)[:, None] & (column < features)[None, :]
+        total += tl.load(squares + chunk[:, None] * features + column[None, :], mask=live, other=0.0)
+    tl.store(mean + column, tl.sum(total, 0) / tokens, mask=column < features)
 
 
 def quantize(values: Tensor,  # (n, features) float
@@ -85,7 +106,7 @@ def quantize(values: Tensor,  # (n, features) float
              *,
              unit: float,  # what one rms is worth, in 1/65536 of q
              smallest_rms: float, largest: int, largest_squared: float,
-             seed: int, step: int, stream: int, call: int) -> tuple[Tensor, Tensor, Tensor]:
+             seed: int, step: int | Tensor, stream: int, call: int) -> tuple[Tensor, Tensor, Tensor]:
     """vote.quantize with the noise of philox.noise16, vote.mean_square, and how many values were NaN or inf.
 
     q is (n, features) int8 and lies in memory feature by feature. Squares are summed in a fixed order.
@@ -95,14 +116,111 @@ def quantize(values: Tensor,  # (n, features) float
     out = torch.empty(features, tokens, dtype=torch.int8, device=values.device)
     chunks = triton.cdiv(tokens, TILE_TOKENS * TILES)
     squares = torch.empty(chunks, features, dtype=torch.float32, device=values.device)
-    not_finite = torch.empty(chunks, features, dtype=torch.int32, device=values.device)
+    mean = torch.empty(features, dtype=torch.float32, device=values.device)
+    not_finite = torch.zeros((), dtype=torch.int64, device=values.device)
     if values.numel():
         with torch.cuda.device_of(values):  # Triton launches on the current device, not on the tensor's
             _quantize_kernel[(chunks, triton.cdiv(features, TILE_FEATURES))](
-                values, rms, out, squares, not_finite, tokens, features, unit, smallest_rms, largest_squared,
-                float(largest * 65536), seed, step, stream, call,
-                BY_EIGHTS=features % 8 == 0, TOKENS=TILE_TOKENS, FEATURES=TILE_FEATURES, TILES=TILES, num_warps=8)
-    return out.t(), squares.sum(0) / max(tokens, 1), not_finite.sum()
+                values, rms, out, squares, not_finite, tokens, features, unit, smallest_rms, largest_squared**2,
+                float(largest * 65536), seed, _on_device(step, values), stream, call,
+                BY_EIGHTS=features % 8 == 0, TOKENS=TILE_TOKENS, FEATURES=TILE_FEATURES, TILES=TILES, num_warps=4)
+            _mean_kernel[(triton.cdiv(features, 16),)](squares, mean, chunks, tokens, features, CHUNKS=128, FEATURES=16)
+    else:
+        mean.zero_()
+    return out.t(), mean, not_finite
+
+
+# ---------------------------------------------------------------------------------------------------- the votes
+
+
+@triton.jit(do_not_specialize=["tiles_a_split"])
+def _votes_kernel(delta, x, votes, rows, columns, tokens, tiles_a_split,
+                  EVEN: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
+                  GROUP: tl.constexpr):
+    # Neighbouring programs share rows or columns, so that what they read is in the cache.
+    tiles_down, tiles_across = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
+    program, in_group = tl.program_id(0), GROUP * tiles_across
+    first_down = program // in_group * GROUP
+    group_height = tl.minimum(tiles_down - first_down, GROUP)
+    down, across = first_down + program % in_group % group_height, program % in_group // group_height
+    row, column = down * ROWS + tl.arange(0, ROWS), across * COLUMNS + tl.arange(0, COLUMNS)
+    first = tl.program_id(1) * tiles_a_split
+    token = first * TOKENS + tl.arange(0, TOKENS)
+    # Rows beyond the edge read row 0 and are not written.
+    from_delta = delta + tl.where(row < rows, row, 0).to(tl.int64)[:, None] * tokens + token[None, :]
+    from_x = x + tl.where(column < columns, column, 0).to(tl.int64)[:, None] * tokens + token[None, :]
+    total = tl.zeros((ROWS, COLUMNS), tl.int32)
+    for tile in range(tiles_a_split):
+        if EVEN:
+            a, b = tl.load(from_delta), tl.load(from_x)
+        else:
+            live = (token + tile * TOKENS < tokens)[None, :]
+            a, b = tl.load(from_delta, mask=live, other=0), tl.load(from_x, mask=live, other=0)
+        total = tl.dot(a, tl.trans(b), total, out_dtype=tl.int32)
+        from_delta += TOKENS
+        from_x += TOKENS
+    place = votes + row.to(tl.int64)[:, None] * columns + column[None, :]
+    live = (row < rows)[:, None] & (column < columns)[None, :]
+    if SPLIT:
+        tl.atomic_add(place, total, mask=live, sem="relaxed")  # integers: the same in any order
+    else:
+        tl.store(place, total, mask=live)
+
+
+def votes_product(delta: Tensor,  # (tokens, rows) int8, tokens side by side in memory
+                  x: Tensor) -> Tensor:  # (tokens, columns) int8, likewise -> (rows, columns) int32
+    """vote.tally where no sum exceeds int32: delta^T · x on int8 tensor cores."""
+    delta, x = delta.t().contiguous(), x.t().contiguous()
+    (rows, tokens), columns = delta.shape, x.shape[0]
+    tile_rows, tile_columns = (128, 128) if rows * columns >= PROGRAMS * 128 * 128 else (64, 128)
+    tiles = triton.cdiv(rows, tile_rows) * triton.cdiv(columns, tile_columns)
+    # Few tiles leave most of the GPU idle: share the tokens out, too.
+    splits = max(1, min(PROGRAMS // tiles, tokens // LEAST_TOKENS_A_SPLIT))
+    tiles_a_split = triton.cdiv(tokens, splits * TILE_K)
+    splits = triton.cdiv(tokens, tiles_a_split * TILE_K)
+    votes = (torch.zeros if splits > 1 else torch.empty)(rows, columns, dtype=torch.int32, device=x.device)
+    with torch.cuda.device_of(x):
+        _votes_kernel[(tiles, splits)](
+            delta, x, votes, rows, columns, tokens, tiles_a_split, EVEN=tokens == splits * tiles_a_split * TILE_K,
+            SPLIT=splits > 1, ROWS=tile_rows, COLUMNS=tile_columns, TOKENS=TILE_K, GROUP=8,
+            num_warps=4, num_stages=3 if tile_rows == 128 else 4)
+    return votes
+
+
+# ---------------------------------------------------------------------------------------------------- the levels
+
+
+@triton.jit
+def _levels_kernel(stored, levels, count, columns, bytes_a_row,
+                   PACKED: tl.constexpr, WIDTH: tl.constexpr, TOP_LEVEL: tl.constexpr, MEMORY_BITS: tl.constexpr,
+                   BLOCK: tl.constexpr):
+    byte = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    raw = tl.load(stored + byte, mask=byte < count, other=0).to(tl.int32)
+    if PACKED:
+        PER_BYTE: tl.constexpr = 8 // WIDTH
+        place = tl.arange(0, PER_BYTE)[None, :]
+        column = (byte % bytes_a_row)[:, None] * PER_BYTE + place
+        level = ((raw[:, None] >> (WIDTH * place)) & ((1 << WIDTH) - 1)) - TOP_LEVEL
+        live = (byte < count)[:, None] & (column < columns)
+        tl.store(levels + (byte // bytes_a_row)[:, None] * columns + column,
+                 level.to(tl.float32).to(levels.dtype.element_ty), mask=live)
+    else:
+        level = (raw + ((1 << MEMORY_BITS) >> 1)) >> MEMORY_BITS
+        tl.store(levels + byte, level.to(tl.float32).to(levels.dtype.element_ty), mask=byte < count)
+
+
+def float_levels(stored: Tensor,  # (rows, bytes) uint8 or (rows, columns) int8
+                 columns: int, dtype: torch.dtype, *, packed_width: int, top_level: int,
+                 memory_bits: int) -> Tensor:  # (rows, columns) of `dtype`
+    """grid.Grid.levels as floats, in one pass: the scratch a product reads."""
+    stored = stored.contiguous()
+    levels = torch.empty(stored.shape[0], columns, dtype=dtype, device=stored.device)
+    if levels.numel():
+        with torch.cuda.device_of(stored):
+            _levels_kernel[(triton.cdiv(stored.numel(), 1024),)](
+                stored, levels, stored.numel(), columns, stored.shape[1], PACKED=packed_width > 0, WIDTH=packed_width or 8,
+                TOP_LEVEL=top_level, MEMORY_BITS=memory_bits, BLOCK=1024)
+    return levels
 
 
 # ---------------------------------------------------------------------------------------------------- the step
@@ -141,7 +259,9 @@ def _squares_kernel(votes, sums, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "gain"])
-def _factors_kernel(sums, factors, rows, columns, gain, BLOCK: tl.constexpr):
+def _factors_kernel(sums, factors, rows, columns, gain, GAIN_ON_DEVICE: tl.constexpr, BLOCK: tl.constexpr):
+    if GAIN_ON_DEVICE:
+        gain = tl.load(gain)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = place < rows + columns
     is_row = place < rows
@@ -154,8 +274,8 @@ def _factors_kernel(sums, factors, rows, columns, gain, BLOCK: tl.constexpr):
     tl.store(factors + place, factor.to(tl.float32), mask=live)
 
 
-def rounding_factors(votes: Tensor, gain: float) -> tuple[Tensor, Tensor]:
-    """step.rounding_factors: (out, 1) and (1, in) float32. `gain` must be a float32."""
+def rounding_factors(votes: Tensor, gain: float | Tensor) -> tuple[Tensor, Tensor]:
+    """step.rounding_factors: (out, 1) and (1, in) float32. `gain` must be a float32, or one on the device."""
     votes = votes.contiguous()
     rows, columns = votes.shape
     sums = torch.zeros(2 + rows + columns, dtype=torch.int64, device=votes.device)  # largest, total, rows, columns
@@ -163,15 +283,19 @@ def rounding_factors(votes: Tensor, gain: float) -> tuple[Tensor, Tensor]:
     with torch.cuda.device_of(votes):
         _largest_kernel[(triton.cdiv(votes.numel(), 4096),)](votes, sums, votes.numel(), BLOCK=4096)
         _squares_kernel[(triton.cdiv(rows, 64), triton.cdiv(columns, 64))](votes, sums, rows, columns, ROWS=64, COLUMNS=64)
-        _factors_kernel[(triton.cdiv(rows + columns, 512),)](sums, factors, rows, columns, gain, BLOCK=512)
+        _factors_kernel[(triton.cdiv(rows + columns, 512),)](sums, factors, rows, columns, gain,
+                                                            GAIN_ON_DEVICE=isinstance(gain, Tensor), BLOCK=512)
     return factors[:rows, None], factors[None, rows:]
 
 
 @triton.jit(do_not_specialize=[*STREAM, "cap", "p_min", "follow"])
 def _move_kernel(stored, votes, row_factor, column_factor, least, largest, flips, count, columns, bytes_a_row, cap, p_min,
                  follow, seed, step, stream, call,
-                 TOPK: tl.constexpr, PACKED: tl.constexpr, WIDTH: tl.constexpr, TOP_LEVEL: tl.constexpr,
-                 MEMORY_BITS: tl.constexpr, BLOCK: tl.constexpr):
+                 TOPK: tl.constexpr, CAP_ON_DEVICE: tl.constexpr, PACKED: tl.constexpr, WIDTH: tl.constexpr,
+                 TOP_LEVEL: tl.constexpr, MEMORY_BITS: tl.constexpr, BLOCK: tl.constexpr):
+    if CAP_ON_DEVICE:
+        cap = tl.load(cap)
+        follow = tl.where(cap > 0, follow, 0)  # at a lr of 0 nothing follows
     byte = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = byte < count
     row, byte_column = byte // bytes_a_row, byte % bytes_a_row
@@ -231,8 +355,8 @@ def move(stored: Tensor,  # (rows, bytes) uint8 or (rows, columns) int8, changed
          top_level: int,
          memory_bits: int,
          follow: int,
-         seed: int, step: int, stream: int, call: int,
-         row: Tensor | None = None, column: Tensor | None = None, cap: float = 0.0,  # step.Rounding
+         seed: int, step: int | Tensor, stream: int, call: int,
+         row: Tensor | None = None, column: Tensor | None = None, cap: float | Tensor = 0.0,  # step.Rounding
          least: Tensor | None = None, largest: Tensor | None = None, p_min: int = 0) -> Tensor:  # step.TopK
     """step.rounding or step.topk on a whole stored matrix, in place. Returns how many levels changed."""
     flips = torch.zeros((), dtype=torch.int64, device=stored.device)
@@ -243,8 +367,8 @@ def move(stored: Tensor,  # (rows, bytes) uint8 or (rows, columns) int8, changed
         with torch.cuda.device_of(stored):
             _move_kernel[(triton.cdiv(count, MOVE_BLOCK),)](
                 stored, votes, *(unused if one is None else one.contiguous() for one in (row, column, least, largest)),
-                flips, count, columns, stored.shape[1], cap, p_min, follow, seed, step, stream, call,
-                TOPK=least is not None, PACKED=packed_width > 0, WIDTH=packed_width or 8, TOP_LEVEL=top_level,
-                MEMORY_BITS=memory_bits, BLOCK=MOVE_BLOCK)
+                flips, count, columns, stored.shape[1], cap, p_min, follow, seed, _on_device(step, stored), stream, call,
+                TOPK=least is not None, CAP_ON_DEVICE=isinstance(cap, Tensor), PACKED=packed_width > 0,
+                WIDTH=packed_width or 8, TOP_LEVEL=top_level, MEMORY_BITS=memory_bits, BLOCK=MOVE_BLOCK)
         torch.autograd.graph.increment_version(stored)  # autograd does not see what a kernel writes
     return flips

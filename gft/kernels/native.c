@@ -1,11 +1,15 @@
 /* The vote's rounding and the step, on a CPU, in one pass each. Built when first needed (native.py).
  *
  * Every function works on a range of rows, so that threads can share a matrix, and equals the torch definition bit for
- * bit: integers throughout, and float products that are followed by no addition (built with -ffp-contract=off).
+ * bit: integers throughout, and float products that are followed by no addition (built with -ffp-contract=off). Loops are
+ * written for the compiler to vectorise: over short arrays, in the narrowest type that holds the numbers, without branches.
  */
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
 
 #define BLOCK 2048 /* elements at a time: noise, old and new values of them stay in the first-level cache */
 #define ROUNDS 10
@@ -17,42 +21,59 @@ typedef struct {
 
 /* ------------------------------------------------------------------------------------------------ philox.noise16 */
 
-/* 16-bit noise of `count` counters from `first` on, eight numbers each. */
+/* Several counters side by side. A lane is 64 bits wide for the sake of the product, and holds a 32-bit word in its low half;
+ * the product takes no notice of what is above, so nothing clears it. */
+#if defined(__AVX512F__)
+enum { LANES = 8 };
+#else
+enum { LANES = 4 };
+#endif
+typedef uint64_t Words __attribute__((vector_size(8 * LANES)));
+
+enum { ROOM = BLOCK + 16 + 8 * LANES }; /* elements: a block's noise begins and ends within a counter, in whole vectors */
+
+static inline Words all(uint64_t word) { return (Words){0} + word; }
+
+/* The low word of each lane times a word. Compilers take a 64-bit product for it, which is several times slower. */
+static inline Words times(Words words, uint32_t by) {
+#if defined(__AVX512F__)
+    return (Words)_mm512_mul_epu32((__m512i)words, _mm512_set1_epi64(by));
+#elif defined(__AVX2__)
+    return (Words)_mm256_mul_epu32((__m256i)words, _mm256_set1_epi64x(by));
+#else
+    return (words & all(0xFFFFFFFFu)) * all(by);
+#endif
+}
+
+static inline Words joined(Words low, Words high) { return (low & all(0xFFFFFFFFu)) | high << 32; }
+
+/* 16-bit noise of `count` counters from `first` on, eight numbers each, and up to LANES - 1 counters more. */
 static void noise_of_counters(uint16_t *out, uint64_t first, int count, Stream s) {
-    enum { LANES = 16 };
-    for (int start = 0; start < count; start += LANES) {
-        uint32_t c0[LANES], c1[LANES], c2[LANES], c3[LANES];
-        for (int i = 0; i < LANES; i++) {
-            c0[i] = (uint32_t)(first + start + i);
-            c1[i] = s.call;
-            c2[i] = s.step;
-            c3[i] = s.stream;
-        }
+    Words counter = all(first);
+    for (int i = 0; i < LANES; i++) counter[i] += (uint64_t)i;
+    for (int start = 0; start < count; start += LANES, counter += all(LANES)) {
+        Words c0 = counter, c1 = all(s.call), c2 = all(s.step), c3 = all(s.stream);
         uint32_t k0 = (uint32_t)s.seed, k1 = (uint32_t)(s.seed >> 32);
         for (int round = 0; round < ROUNDS; round++) {
-            for (int i = 0; i < LANES; i++) {
-                uint64_t p0 = (uint64_t)c0[i] * 0xD2511F53u, p1 = (uint64_t)c2[i] * 0xCD9E8D57u;
-                uint32_t n0 = (uint32_t)(p1 >> 32) ^ c1[i] ^ k0, n2 = (uint32_t)(p0 >> 32) ^ c3[i] ^ k1;
-                c1[i] = (uint32_t)p1;
-                c3[i] = (uint32_t)p0;
-                c0[i] = n0;
-                c2[i] = n2;
-            }
+            Words p0 = times(c0, 0xD2511F53u), p1 = times(c2, 0xCD9E8D57u);
+            c0 = p1 >> 32 ^ c1 ^ all(k0);
+            c2 = p0 >> 32 ^ c3 ^ all(k1);
+            c1 = p1;
+            c3 = p0;
             k0 += 0x9E3779B9u;
             k1 += 0xBB67AE85u;
         }
-        int lanes = count - start < LANES ? count - start : LANES;
-        for (int i = 0; i < lanes; i++) {
-            uint16_t *to = out + 8 * (start + i);
-            to[0] = (uint16_t)c0[i]; to[1] = (uint16_t)(c0[i] >> 16);
-            to[2] = (uint16_t)c1[i]; to[3] = (uint16_t)(c1[i] >> 16);
-            to[4] = (uint16_t)c2[i]; to[5] = (uint16_t)(c2[i] >> 16);
-            to[6] = (uint16_t)c3[i]; to[7] = (uint16_t)(c3[i] >> 16);
+        Words front = joined(c0, c1), back = joined(c2, c3);
+        uint64_t halves[2 * LANES]; /* four numbers each */
+        for (int i = 0; i < LANES; i++) {
+            halves[2 * i] = front[i];
+            halves[2 * i + 1] = back[i];
         }
+        memcpy(out + 8 * start, halves, sizeof halves);
     }
 }
 
-/* Noise of `count` elements from `first` on, at most BLOCK of them; `room` holds BLOCK + 16. Returns where it begins. */
+/* Noise of `count` elements from `first` on, at most BLOCK of them; `room` holds ROOM. Returns where it begins. */
 static const uint16_t *noise_of(uint16_t *room, int64_t first, int count, Stream s) {
     int lead = (int)(first % 8);
     noise_of_counters(room, (uint64_t)(first / 8), (lead + count + 7) / 8, s);
@@ -66,7 +87,7 @@ void gft_quantize(const float *values, const float *factor, int8_t *out, double 
                   int64_t to, int64_t features, float top, float largest_squared, uint64_t seed, uint32_t step,
                   uint32_t stream, uint32_t call) {
     Stream s = {seed, step, stream, call};
-    uint16_t room[BLOCK + 16];
+    _Alignas(64) uint16_t room[ROOM];
     int64_t not_finite = 0;
     for (int64_t f = 0; f < features; f++) squares[f] = 0;
     for (int64_t row = from; row < to; row++) {
@@ -134,19 +155,33 @@ int64_t gft_largest(const void *votes, int wide, int64_t from, int64_t to) {
     return most;
 }
 
+/* A row of squares, at most 2^30 each: added to the sums of their columns, and summed up. */
+static int64_t add_squares(int64_t *column_sums, const int32_t *small, int64_t columns) {
+    int64_t total = 0;
+    for (int64_t c = 0; c < columns; c++) {
+        uint32_t square = (uint32_t)(small[c] * small[c]);
+        total += square;
+        column_sums[c] += square;
+    }
+    return total;
+}
+
 /* Sums of squares of votes >> shift: written by row, added by column. */
 void gft_squares(const void *votes, int wide, int64_t *row_sums, int64_t *column_sums, int64_t from, int64_t to,
                  int64_t columns, int shift) {
     for (int64_t row = from; row < to; row++) {
-        int64_t total = 0;
-        for (int64_t c = 0; c < columns; c++) {
-            int64_t vote = wide ? ((const int64_t *)votes)[row * columns + c] : ((const int32_t *)votes)[row * columns + c];
-            int32_t small = (int32_t)(vote >> shift);
-            int64_t square = (int64_t)small * small;
-            total += square;
-            column_sums[c] += square;
+        row_sums[row] = 0;
+        for (int64_t start = 0; start < columns; start += BLOCK) {
+            int count = (int)(columns - start < BLOCK ? columns - start : BLOCK);
+            const int32_t *narrow = (const int32_t *)votes + row * columns + start;
+            const int64_t *broad = (const int64_t *)votes + row * columns + start;
+            _Alignas(64) int32_t small[BLOCK];
+            if (wide)
+                for (int i = 0; i < count; i++) small[i] = (int32_t)(broad[i] >> shift);
+            else
+                for (int i = 0; i < count; i++) small[i] = narrow[i] >> shift;
+            row_sums[row] += add_squares(column_sums + start, small, count);
         }
-        row_sums[row] = total;
     }
 }
 
@@ -166,7 +201,17 @@ void gft_factors(const int64_t *row_sums, const int64_t *column_sums, int64_t ro
 
 /* ------------------------------------------------------------------------------------------------ step.rounding, step.topk */
 
-static inline int32_t clip(int32_t a, int32_t low, int32_t high) { return a < low ? low : a > high ? high : a; }
+/* Moves, values and levels are small: with 16 bits a number a vector holds twice as many as with 32. */
+static inline int16_t clip(int16_t a, int16_t low, int16_t high) { return a < low ? low : a > high ? high : a; }
+
+/* What no move needs to exceed, in 1/65536 of a stored value: it carries any value across the whole grid, and fits. */
+static const float FARTHEST = 512 * 65536.0f;
+
+/* How a matrix is stored: grid.Grid. */
+typedef struct {
+    int width; /* bits of a packed level, 0 if stored with memory */
+    int top_level, memory_bits, follow;
+} Form;
 
 /* What moves a weight: rounding by the factors, or topk by the bounds if `topk`. */
 typedef struct {
@@ -176,27 +221,90 @@ typedef struct {
     int64_t least, largest, p_min;
 } Rule;
 
-static void moves_of(int32_t *move, const void *votes, int wide, int64_t at, int64_t row, int64_t start, int count,
-                     const uint16_t *noise, const Rule *rule, int32_t unit) {
-    const int32_t *narrow = (const int32_t *)votes + at;
-    const int64_t *broad = (const int64_t *)votes + at;
-    if (rule->topk) {
-        int64_t span = rule->largest - rule->least;
-        for (int i = 0; i < count; i++) {
-            int64_t vote = wide ? broad[i] : narrow[i], size = vote < 0 ? -vote : vote;
-            int64_t p = span > 0 ? (size - rule->least) * 65536 / span : 65536;
-            p = p < rule->p_min ? rule->p_min : p > 65536 ? 65536 : p;
-            int moves = size >= rule->least && size > 0 && noise[i] < p;
-            move[i] = moves ? (vote > 0 ? unit : -unit) : 0;
-        }
-        return;
-    }
-    float by_row = rule->row_factor[row], cap = rule->cap;
-    const float *by_column = rule->column_factor + start;
+static void rounded_moves(int16_t *move, const int32_t *narrow, const int64_t *broad, int count, const uint16_t *noise,
+                          float by_row, const float *by_column, float cap) {
     for (int i = 0; i < count; i++) {
-        float share = (wide ? (float)broad[i] : (float)narrow[i]) * by_row * by_column[i];
+        float share = (broad ? (float)broad[i] : (float)narrow[i]) * by_row * by_column[i];
         share = share < -cap ? -cap : share > cap ? cap : share;
-        move[i] = ((int32_t)share + (int32_t)noise[i]) >> 16;
+        move[i] = (int16_t)(((int32_t)share + (int32_t)noise[i]) >> 16);
+    }
+}
+
+static void topk_moves(int16_t *move, const int32_t *narrow, const int64_t *broad, int count, const uint16_t *noise,
+                       const Rule *rule, int16_t unit) {
+    int64_t span = rule->largest - rule->least;
+    for (int i = 0; i < count; i++) {
+        int64_t vote = broad ? broad[i] : narrow[i], size = vote < 0 ? -vote : vote;
+        int64_t p = span > 0 ? (size - rule->least) * 65536 / span : 65536;
+        p = p < rule->p_min ? rule->p_min : p > 65536 ? 65536 : p;
+        int moves = size >= rule->least && size > 0 && noise[i] < p;
+        move[i] = (int16_t)(moves ? (vote > 0 ? unit : -unit) : 0);
+    }
+}
+
+/* Levels follow their values at once. Returns how many changed. */
+static int move_values(int8_t *new, const int8_t *old, const int16_t *move, int count, Form form) {
+    int16_t unit = (int16_t)(1 << form.memory_bits), half = unit / 2, edge = (int16_t)(form.top_level * unit);
+    int16_t changed = 0;
+    for (int i = 0; i < count; i++) {
+        int16_t now = clip((int16_t)(old[i] - move[i]), (int16_t)-edge, edge);
+        changed += (int16_t)((now + half) >> form.memory_bits) != (int16_t)((old[i] + half) >> form.memory_bits);
+        new[i] = (int8_t)now;
+    }
+    return changed;
+}
+
+/* Levels wait and follow by chance. Returns how many changed. */
+static int move_with_inertia(int8_t *new, const int8_t *old, const int16_t *move, const uint16_t *noise, int count, Form form) {
+    int16_t half = (int16_t)((1 << form.memory_bits) / 2), reach = (int16_t)(form.top_level * half), middle = half / 2;
+    int16_t follow = (int16_t)form.follow, changed = 0;
+    int bits = form.memory_bits, shift = form.memory_bits - 1;
+    for (int i = 0; i < count; i++) {
+        int16_t level = (int16_t)((int16_t)(old[i] + half) >> bits), centre = (int16_t)(level * half);
+        int16_t z = clip((int16_t)(old[i] - centre - move[i]), (int16_t)-reach, reach);
+        z = clip(z, (int16_t)(centre - half), (int16_t)(centre + half - 1));
+        int16_t nearest = (int16_t)((int16_t)(z + middle - ((noise[i] >> 8) & 1)) >> shift);
+        int16_t now = (int16_t)(noise[i] & 255) < follow ? nearest : level;
+        changed += now != level;
+        new[i] = (int8_t)(now * half + z);
+    }
+    return changed;
+}
+
+/* Packed levels, `width` bits each, to int8 and back. `width` is a constant where these are inlined, so they vectorise. The
+ * last byte is read and written in full: `levels` has room for it. */
+static inline void unpack(int8_t *levels, const uint8_t *bytes, int count, int width, int top_level) {
+    int per_byte = 8 / width, mask = (1 << width) - 1;
+    for (int b = 0; b < (count + per_byte - 1) / per_byte; b++)
+        for (int place = 0; place < per_byte; place++)
+            levels[b * per_byte + place] = (int8_t)(((bytes[b] >> (width * place)) & mask) - top_level);
+}
+
+static inline void pack(uint8_t *bytes, int8_t *levels, int count, int width, int top_level) {
+    int per_byte = 8 / width;
+    for (int i = count; i % per_byte; i++) levels[i] = (int8_t)-top_level; /* a short last byte is filled with zero bits */
+    for (int b = 0; b < (count + per_byte - 1) / per_byte; b++) {
+        int byte = 0;
+        for (int place = 0; place < per_byte; place++) byte |= (levels[b * per_byte + place] + top_level) << (width * place);
+        bytes[b] = (uint8_t)byte;
+    }
+}
+
+static void read_values(int8_t *values, const uint8_t *bytes, int count, Form form) {
+    switch (form.width) {
+    case 2: unpack(values, bytes, count, 2, form.top_level); break;
+    case 4: unpack(values, bytes, count, 4, form.top_level); break;
+    case 8: unpack(values, bytes, count, 8, form.top_level); break;
+    default: memcpy(values, bytes, (size_t)count);
+    }
+}
+
+static void write_values(uint8_t *bytes, int8_t *values, int count, Form form) {
+    switch (form.width) {
+    case 2: pack(bytes, values, count, 2, form.top_level); break;
+    case 4: pack(bytes, values, count, 4, form.top_level); break;
+    case 8: pack(bytes, values, count, 8, form.top_level); break;
+    default: memcpy(bytes, values, (size_t)count);
     }
 }
 
@@ -207,54 +315,28 @@ int64_t gft_move(uint8_t *stored, const void *votes, int wide, const float *row_
                  int64_t bytes_a_row, int width, int top_level, int memory_bits, int follow, uint64_t seed, uint32_t step,
                  uint32_t stream, uint32_t call) {
     Stream s = {seed, step, stream, call};
-    Rule rule = {row_factor, column_factor, cap, topk, least, largest, p_min};
-    uint16_t room[BLOCK + 16];
-    int32_t move[BLOCK];
-    int8_t old[BLOCK], new[BLOCK];
-    int32_t unit = 1 << memory_bits, half = unit / 2, edge = top_level * unit;
-    int per_byte = width ? 8 / width : 1, mask = (1 << (width ? width : 8)) - 1;
+    Form form = {width, top_level, memory_bits, follow};
+    Rule rule = {row_factor, column_factor, cap < FARTHEST ? cap : FARTHEST, topk, least, largest, p_min};
+    _Alignas(64) uint16_t room[ROOM];
+    _Alignas(64) int16_t move[BLOCK];
+    _Alignas(64) int8_t old[BLOCK], new[BLOCK];
     int64_t flips = 0;
     for (int64_t row = from; row < to; row++) {
         for (int64_t start = 0; start < columns; start += BLOCK) { /* BLOCK is a multiple of what a byte holds */
             int count = (int)(columns - start < BLOCK ? columns - start : BLOCK);
             int64_t at = row * columns + start;
-            uint8_t *bytes = stored + row * bytes_a_row + start / per_byte;
+            uint8_t *bytes = stored + row * bytes_a_row + (width ? start * width / 8 : start);
+            const int32_t *narrow = wide ? 0 : (const int32_t *)votes + at;
+            const int64_t *broad = wide ? (const int64_t *)votes + at : 0;
             const uint16_t *noise = noise_of(room, at, count, s);
-            moves_of(move, votes, wide, at, row, start, count, noise, &rule, unit);
-            if (width)
-                for (int i = 0; i < count; i++)
-                    old[i] = (int8_t)(((bytes[i / per_byte] >> (width * (i % per_byte))) & mask) - top_level);
+            if (topk)
+                topk_moves(move, narrow, broad, count, noise, &rule, (int16_t)(1 << memory_bits));
             else
-                memcpy(old, bytes, (size_t)count);
-            int32_t changed = 0;
-            if (topk || memory_bits == 0) {
-                for (int i = 0; i < count; i++) {
-                    new[i] = (int8_t)clip(old[i] - move[i], -edge, edge);
-                    changed += ((new[i] + half) >> memory_bits) != ((old[i] + half) >> memory_bits);
-                }
-            } else {
-                int32_t reach = top_level * half, shift = memory_bits - 1, middle = half / 2;
-                for (int i = 0; i < count; i++) {
-                    int32_t level = (old[i] + half) >> memory_bits;
-                    int32_t z = clip(old[i] - level * half - move[i], -reach, reach);
-                    z = clip(z, (level - 1) * half, (level + 1) * half - 1);
-                    int32_t nearest = (z + middle - ((noise[i] >> 8) & 1)) >> shift;
-                    int32_t now = (noise[i] & 255) < follow ? nearest : level;
-                    changed += now != level;
-                    new[i] = (int8_t)(now * half + z);
-                }
-            }
-            flips += changed;
-            if (!width) {
-                memcpy(bytes, new, (size_t)count);
-                continue;
-            }
-            for (int i = 0; i < count; i += per_byte) {
-                int byte = 0;
-                for (int place = 0; place < per_byte && i + place < count; place++)
-                    byte |= (new[i + place] + top_level) << (width * place);
-                bytes[i / per_byte] = (uint8_t)byte;
-            }
+                rounded_moves(move, narrow, broad, count, noise, row_factor[row], column_factor + start, rule.cap);
+            read_values(old, bytes, count, form);
+            flips += topk || memory_bits == 0 ? move_values(new, old, move, count, form)
+                                              : move_with_inertia(new, old, move, noise, count, form);
+            write_values(bytes, new, count, form);
         }
     }
     return flips;

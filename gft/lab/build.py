@@ -60,8 +60,9 @@ def build_optimizer(recipe: Recipe, model: nn.Module, seed: int) -> gft.Hybrid:
         parts.append(baselines.make_optimizer(recipe.method, model, recipe.lr, recipe.beta2, recipe.threshold, seed))
     rest = baselines.dense(model)
     if rest:
-        parts.append(torch.optim.AdamW(rest, lr=recipe.dense_lr, weight_decay=recipe.weight_decay,
-                                       betas=(0.9, recipe.beta2)))
+        on_gpu = rest[0].is_cuda
+        parts.append(torch.optim.AdamW(rest, lr=recipe.dense_lr, weight_decay=recipe.weight_decay, betas=(0.9, recipe.beta2),
+                                       fused=on_gpu, capturable=on_gpu))
     return gft.Hybrid(*parts)
 
 

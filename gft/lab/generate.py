@@ -14,15 +14,23 @@ from gft.lab.runs import TrainingError
 
 @torch.no_grad()
 def next_tokens(model: GPT, tokens: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> Iterator[int]:
-    """Endlessly the next token after `tokens` (1, n): one of the `top_k` likeliest, drawn at `temperature`."""
+    """Endlessly the next token after `tokens` (1, n): one of the `top_k` likeliest, drawn at `temperature`.
+
+    Each costs the work of one token until the context is full. From then on the window moves, and with it the learned
+    position of every token in it, so nothing that was kept holds and the whole window is read anew for each.
+    """
+    window = tokens[:, -model.context :]
+    cache, unread = model.cache(1), window
     while True:
-        logits = model(tokens[:, -model.context :])[0, -1].float().cpu()
+        logits = (model(window) if cache is None else model.cached(unread, cache))[0, -1].float().cpu()
         kept, places = logits.topk(min(top_k, len(logits)))
         # At temperature 0 the likeliest, without a division by it.
         drawn = torch.multinomial((kept / temperature).softmax(0), 1, generator=generator) if temperature > 0 else 0
         token = int(places[drawn])
         yield token
-        tokens = torch.cat([tokens, tokens.new_tensor([[token]])], 1)[:, -model.context :]
+        cache = None if window.shape[1] == model.context else cache
+        unread = tokens.new_tensor([[token]])
+        window = torch.cat([window, unread], 1)[:, -model.context :]
 
 
 def generate(folder: Path, prompt: str = "\n", *, length: int = 500, temperature: float = 0.8, top_k: int = 20,

@@ -54,6 +54,7 @@ class Recipe:
     dropout: float = 0.0
     input_dropout: float = 0.0  # dnn
     precision: str = "fp32"  # of the products on a GPU
+    compiled: bool = False  # torch.compile, on a GPU: worth its quarter of a minute where steps are long or many
 
     # which of its layers are integers, and how they are kept
     quantize: str = "none"  # dnn: hidden (all but the first and last), all; gpt and vit: mlp, blocks (attention too)
@@ -165,21 +166,21 @@ def shakespeare_gpt(quantize: str, bits: int) -> Recipe:
     """One row of Table 2: nanoGPT, 2000 steps of 128 windows of 256 characters."""
     return Recipe(**row("shakespeare-gpt", quantize, bits, SHAKESPEARE_GPT[quantize, bits]), metric="loss", model="gpt",
                   data="shakespeare", batch=128, steps=2000, warmup=10, eval_every=100, eval_batch=128, width=384, depth=6,
-                  heads=6, dropout=0.2, precision="bf16")
+                  heads=6, dropout=0.2, precision="bf16", compiled=True)
 
 
 def mnist_vit(quantize: str, bits: int) -> Recipe:
     """One row of the upper half of Table 3: 28×28 in patches of 4, 4000 steps."""
     return Recipe(**row("mnist-vit", quantize, bits, MNIST_VIT[quantize, bits]), model="vit", data="mnist-images", batch=256,
                   steps=4000, warmup=100, eval_every=400, eval_batch=1000, width=512, depth=12, heads=8, patch=4,
-                  precision="bf16")
+                  precision="bf16", compiled=True)
 
 
 def imagenette_vit(quantize: str, bits: int) -> Recipe:
     """One row of the lower half of Table 3: 224×224 in patches of 16, 5000 steps, the same light augmentation for all."""
     return Recipe(**row("imagenette-vit", quantize, bits, IMAGENETTE_VIT[quantize, bits]), model="vit", data="imagenette",
                   augment="light", batch=256, steps=5000, warmup=500, eval_every=500, eval_batch=512, width=512, depth=12,
-                  heads=8, patch=16, precision="bf16")
+                  heads=8, patch=16, precision="bf16", compiled=True)
 
 
 def digits(quantize: str, bits: int) -> Recipe:

@@ -165,8 +165,9 @@ def _side_by_side(missing: Sequence[Run], device: str, jobs: int) -> Iterator[tu
     """Several processes at once: small networks leave a GPU waiting for the host between kernels."""
     context = multiprocessing.get_context("spawn")
     threads = max(1, multiprocessing.cpu_count() // jobs)
-    # A pool's exit ends its processes at once, also on Ctrl-C; what was finished or checkpointed stays on disk.
-    with context.Manager() as manager, context.Pool(jobs) as pool:
+    # A process for each run: what torch.compile made for one then serves the others. A pool's exit ends its processes at
+    # once, also on Ctrl-C; what was finished or checkpointed stays on disk.
+    with context.Manager() as manager, context.Pool(jobs, maxtasksperchild=1) as pool:
         told = manager.Queue()
         pending = [pool.apply_async(_work, (run, device, told, threads)) for run in missing]
         while pending or not told.empty():

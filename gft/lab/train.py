@@ -18,6 +18,7 @@ from gft import energy
 from gft.lab import baselines
 from gft.lab import data as datasets
 from gft.lab.build import Data, build_model, build_optimizer, build_scheduler
+from gft.lab.capture import Captured, can_capture
 from gft.lab.recipes import Recipe
 from gft.lab.runs import RunFolder, TrainingError, commit, device_name, read_json, resolve_device
 from gft.layers import quantized_layers
@@ -124,12 +125,21 @@ def training(recipe: Recipe, out: Path, *, seed: int = 0, device: str = "auto", 
     batches = data.batches(recipe.batch, seed, first_step=step, augment=recipe.augment)
     saved_at = clock = time.perf_counter()
     loss = torch.zeros(())
-    while step < recipe.steps:
-        x, y = next(batches)
+
+    # Evaluation, which is rare and of other shapes, runs the model as it is.
+    run = torch.compile(model) if recipe.compiled and on.type == "cuda" else model
+
+    def take_step(x: Tensor, y: Tensor) -> Tensor:
         with precision(recipe, on):
-            logits = model(x)
+            logits = run(x)
         loss = cross_entropy(logits, y, recipe.label_smoothing)
-        optimizer.zero_grad(); loss.backward(); optimizer.step(); scheduler.step()
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+        return loss
+
+    take = Captured(take_step, optimizer) if can_capture(optimizer, on) else take_step
+    while step < recipe.steps:
+        loss = take(*next(batches))
+        scheduler.step()
         step += 1
 
         last = step == recipe.steps

@@ -1,9 +1,19 @@
 """nanoGPT as the paper trains it: characters in, the next character's logits out."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
 from gft.lab.models.transformer import Block
+
+
+@dataclass(frozen=True)
+class Cache:
+    """What generating a text keeps of the tokens read so far. Both tensors are changed in place."""
+
+    kept: Tensor  # (depth, 2, batch, heads, context, width of a head): keys and values
+    length: Tensor  # () int64, on the device: how many tokens
 
 
 class GPT(nn.Module):
@@ -16,7 +26,7 @@ class GPT(nn.Module):
     def __init__(self, vocabulary: int, context: int = 256, width: int = 384, depth: int = 6, heads: int = 6,
                  dropout: float = 0.0) -> None:
         super().__init__()
-        self.context = context
+        self.context, self.heads = context, heads
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(context, width)
         self.dropout = nn.Dropout(dropout)
@@ -36,4 +46,22 @@ class GPT(nn.Module):
         x = self.dropout(self.tokens(tokens) + self.positions(torch.arange(length, device=tokens.device)))
         for block in self.blocks:
             x = block(x)
+        return self.head(self.norm(x))
+
+    def cache(self, batch: int) -> Cache:
+        """An empty one, for texts of up to `context` tokens; those of a batch grow at the same pace."""
+        weight = self.positions.weight
+        kept = weight.new_zeros(len(self.blocks), 2, batch, self.heads, self.context, weight.shape[1] // self.heads)
+        return Cache(kept, torch.zeros((), dtype=torch.int64, device=weight.device))
+
+    @torch.no_grad()
+    def cached(self, tokens: Tensor, cache: Cache) -> Tensor:
+        """The logits of tokens that follow those in the cache, which they are added to: what `forward` gives the last
+        tokens of the whole text, in eval mode. That it does not outgrow `context` is for the caller to see to."""
+        places = cache.length + torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.tokens(tokens) + self.positions(places)
+        for block, kept in zip(self.blocks, cache.kept, strict=True):
+            assert isinstance(block, Block)
+            x = block.cached(x, places, kept)
+        cache.length.add_(tokens.shape[1])
         return self.head(self.norm(x))

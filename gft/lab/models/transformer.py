@@ -5,8 +5,13 @@
 
 Quantizing is not its business: `gft.quantize_` with a filter on the names "….mlp.…" makes the paper's Hybrid-1 of it, one
 on "blocks.…" its Hybrid-2.
+
+A text is generated a token at a time, and the keys and values of those before do not change: `attention.cached` writes what
+is new into memory that is always of the same shape, at places that are known to the device alone, so that one CUDA graph
+serves every token.
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -21,11 +26,25 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width, bias)
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, tokens, width)
-        batch, tokens, width = x.shape
-        q, k, v = self.qkv(x).view(batch, tokens, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        q, k, v = self._heads(x)
         mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0,
                                                is_causal=self.causal)
-        return self.out(mixed.transpose(1, 2).reshape(batch, tokens, width))
+        return self.out(mixed.transpose(1, 2).reshape(x.shape))
+
+    def cached(self, x: Tensor,  # (batch, tokens, width)
+               places: Tensor,  # (tokens,) int64: the tokens' positions in the text
+               kept: Tensor) -> Tensor:  # (2, batch, heads, context, width of a head): keys and values, added to in place
+        """What `forward` gives the last tokens of a text, from them and what is kept of those before; without dropout."""
+        q, k, v = self._heads(x)
+        kept.index_copy_(3, places, torch.stack([k, v]).to(kept.dtype))
+        seen = torch.arange(kept.shape[3], device=x.device) <= places[:, None]
+        mixed = F.scaled_dot_product_attention(q, kept[0], kept[1], attn_mask=seen)
+        return self.out(mixed.transpose(1, 2).reshape(x.shape))
+
+    def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # each (batch, heads, tokens, width of a head)
+        batch, tokens, width = x.shape
+        q, k, v = self.qkv(x).view(batch, tokens, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        return q, k, v
 
 
 class MLP(nn.Module):
@@ -50,3 +69,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x)))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+    def cached(self, x: Tensor, places: Tensor, kept: Tensor) -> Tensor:
+        """`forward` without dropout, of the last tokens of a text (Attention.cached)."""
+        x = x + self.attention.cached(self.attention_norm(x), places, kept)
+        return x + self.mlp(self.mlp_norm(x))

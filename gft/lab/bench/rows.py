@@ -1,0 +1,109 @@
+"""A benchmark's rows: how times are taken, and where the rows are kept."""
+
+import csv
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gft.lab.runs import commit, device_name
+
+ROUNDS = 7
+
+
+@dataclass(frozen=True)
+class Row:
+    bench: str
+    case: str
+    ours: float
+    peer: float
+    unit: str
+    peer_is: str
+    ratio: float  # ours / peer
+    bar: str  # what the ratio, or ours, is held to
+    met: bool
+
+
+# ---------------------------------------------------------------------------------------------------- measuring
+
+
+def tell(text: str) -> None:
+    """Say at once how far a long benchmark has come."""
+    print(text, flush=True)
+
+
+def wait(device: torch.device) -> None:
+    """For the device to have done what it was asked to."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds(*functions: Callable[[], Any], device: torch.device, rounds: int = ROUNDS) -> list[float]:
+    """Median seconds of a call of each, taking turns."""
+    taken: list[list[float]] = [[] for _ in functions]
+    for turn in range(rounds + 2):  # the first two turns compile, allocate and warm up
+        for function, times in zip(functions, taken, strict=True):
+            wait(device)
+            start = time.perf_counter()
+            function()
+            wait(device)
+            if turn >= 2:
+                times.append(time.perf_counter() - start)
+    return [statistics.median(times) for times in taken]
+
+
+def allocated(device: torch.device) -> int:
+    """Bytes of a GPU that tensors hold now. torch counts none on a CPU: 0 there."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def peak(device: torch.device) -> int:
+    """The most bytes that tensors held since `forget_peak`; 0 on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+def forget_peak(device: torch.device) -> None:
+    """Free what nobody holds, and count the peak from here."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def stored(values: Any) -> int:
+    """Bytes of memory that the tensors in a nest of lists and dicts keep: those of their storages, each once, and whole if
+    only a view of it is kept."""
+    storages = (tensor.untyped_storage() for tensor in _tensors(values))
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    if hasattr(values, "__tensor_flatten__"):  # a tensor made of others
+        values = [getattr(values, name) for name in values.__tensor_flatten__()[0]]
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (list, tuple, Mapping)):
+        for value in values.values() if isinstance(values, Mapping) else values:
+            yield from _tensors(value)
+
+
+# ---------------------------------------------------------------------------------------------------- keeping
+
+
+def append(rows: Sequence[Row], file: Path, device: torch.device) -> None:
+    """Add the rows to a CSV file, each with commit, device and versions."""
+    about = {"commit": commit(), "device": device_name(device), "torch": torch.__version__,
+             "date": time.strftime("%Y-%m-%d")}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    fresh = not file.exists()
+    with open(file, "a", newline="") as out:
+        writer = csv.DictWriter(out, [field.name for field in fields(Row)] + list(about))
+        if fresh:
+            writer.writeheader()
+        writer.writerows({**asdict(row), **about} for row in rows)
