@@ -184,7 +184,8 @@ def rounding(values: Tensor,  # (rows, in) int8
              follow: int = FOLLOW_ALL) -> Tensor:  # (rows, in) int8
     """Move every weight by the stochastic rounding of its share: floor(move + noise). With memory the level follows with
     a chance of follow/256."""
-    move = (votes.float() * factors.row * factors.column).clamp_(-factors.cap, factors.cap).to(torch.int32)
+    share = votes.float() * factors.row * factors.column
+    move = share.clamp_(-factors.cap, factors.cap).to(torch.int32)  # type: ignore[call-overload, arg-type]
     move = move.add_(noise).bitwise_right_shift_(16)
     if memory_bits == 0:
         return (values - move).clamp_(-limit, limit).to(torch.int8)

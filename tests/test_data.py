@@ -153,14 +153,14 @@ def test_batches_resume_where_they_were():
     assert not torch.equal(every[0][0], every[3][0])
 
 
-@pytest.mark.parametrize("flips", [False, True])
-def test_augmented_batches_depend_on_seed_and_step_alone(flips, rng_untouched):
+@pytest.mark.parametrize(("flips", "augment"), [(False, "light"), (True, "light"), (False, "jitter")])
+def test_augmented_batches_depend_on_seed_and_step_alone(flips, augment, rng_untouched):
     images = dataclasses.replace(data.load("digits-images"), flips=flips)
     with rng_untouched():
-        every = take(images.batches(500, seed=3, augment="light"), 5)
-    assert same(every, take(images.batches(500, seed=3, augment="light"), 5))
-    assert same(every[4:], take(images.batches(500, seed=3, first_step=4, augment="light"), 1))
-    assert not torch.equal(every[0][0], next(images.batches(500, seed=4, augment="light"))[0])
+        every = take(images.batches(500, seed=3, augment=augment), 5)
+    assert same(every, take(images.batches(500, seed=3, augment=augment), 5))
+    assert same(every[4:], take(images.batches(500, seed=3, first_step=4, augment=augment), 1))
+    assert not torch.equal(every[0][0], next(images.batches(500, seed=4, augment=augment))[0])
     for (x, y), (plain, plain_y) in zip(every, images.batches(500, seed=3), strict=False):
         assert torch.equal(y, plain_y)
         assert x.shape == plain.shape
@@ -188,6 +188,15 @@ def test_crops_lie_inside_the_image_and_have_the_promised_areas():
     assert (dataset.random_crops(400, False, dataset.seeded("test", 1))[:, 0, 0] > 0).all()
 
 
+def test_jitters_turn_zoom_and_shift_within_their_bounds():
+    maps = dataset.random_jitters(4000, dataset.seeded("test", 2))
+    zoom = torch.linalg.det(maps[:, :, :2]).sqrt()
+    turn = torch.atan2(maps[:, 1, 0], maps[:, 0, 0]).rad2deg()
+    for values, most in ((zoom - 1, 0.12), (turn, 12), (maps[:, 0, 2] / 2, 0.1), (maps[:, 1, 2] / 2, 0.1)):
+        assert 0.98 * most < values.abs().max() <= most * (1 + 1e-5)
+        assert abs(values.mean()) < 0.03 * most
+
+
 def test_resampling_through_the_whole_frame_changes_nothing_and_mirrors_exactly():
     images = torch.randn(3, 2, 5, 7)
     maps = torch.tensor([[1.0, 0, 0], [0, 1, 0]]).repeat(3, 1, 1)
@@ -202,7 +211,7 @@ def test_resampling_through_the_whole_frame_changes_nothing_and_mirrors_exactly(
 
 @pytest.mark.parametrize(("name", "augment", "says"), [
     ("digits", "light", "needs images and these are flat"), ("verses", "light", "needs images and this is text"),
-    ("digits-images", "heavy", "augment='heavy': choose one of none, light")])
+    ("digits-images", "heavy", "augment='heavy': choose one of none, light, jitter")])
 def test_augmentation_that_makes_no_sense_is_refused_at_once(name, augment, says, refuses):
     with refuses(data.DataError, says):
         data.load(name).batches(4, seed=0, augment=augment)

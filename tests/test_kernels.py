@@ -268,3 +268,71 @@ def test_numbers_on_the_device_give_the_same_bits(fused):
     assert one.any()
     assert torch.equal(one, moved(on_device(30000.0), on_device(120000.0), on_device(77)))
     assert not moved(on_device(0.0), on_device(0.0), 77).any()
+
+
+# ---------------------------------------------------------------------------------------------------- C alone
+
+
+@pytest.fixture
+def c():
+    if native.library() is None:
+        pytest.skip("no C compiler here")
+    return native
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (0, 3, 5), (37, 8, 48), (131, 130, 257), (1100, 70, 97)], ids=str)
+@pytest.mark.parametrize("instruction", [True, False], ids=["bytes", "floats"])
+def test_c_votes_are_the_exact_product(c, shape, instruction, monkeypatch):
+    tokens, rows, columns = shape
+    generator = torch.Generator().manual_seed(2)
+    delta, x = (torch.randint(-127, 128, (tokens, n), dtype=torch.int8, generator=generator) for n in (rows, columns))
+    delta[:, 0] = x[:, 0] = -127
+    if not instruction:
+        monkeypatch.setattr(c.library(), "gft_panel_columns", lambda: 0)
+    got = c.votes_product(delta, x)
+    assert got.dtype is torch.int32
+    assert torch.equal(got, delta.int().T @ x.int())
+
+
+@pytest.mark.parametrize(("bits", "memory"), FORMS)
+@pytest.mark.parametrize("gain", [20000.0, 2.0**28], ids=["small moves", "moves across the grid"])
+def test_c_move_equals_definition_over_several_blocks(c, bits, memory, gain):
+    shape = (3, 4101)
+    grid, top, votes = Grid(bits, *shape, memory), largest_level(bits), random_votes(shape, torch.int32)
+    old = torch.randint(-grid.limit, grid.limit + 1, shape, generator=torch.Generator().manual_seed(2)).to(torch.int8)
+    stored, factors = grid.from_values(old.clone()), step._factors(votes, gain)
+    new = step.rounding(old, votes, philox.noise16(votes.numel(), **STREAM).view(shape), factors, grid.limit,
+                        grid.memory_bits, follow=90)
+    flips = c.move(stored, votes, shape[1], packed_width=0 if memory else field_bits(bits), top_level=top,
+                   memory_bits=grid.memory_bits, follow=90, **factors._asdict(), **STREAM)
+    assert torch.equal(stored, grid.from_values(new))
+    assert int(flips) == int((grid.value_levels(new) != grid.value_levels(old)).sum()) > 0
+
+
+@pytest.mark.parametrize("size", [2**15 - 1, 2**15, 2**30], ids=["largest without a shift", "shift of 1", "shift of 16"])
+def test_c_rounding_factors_equal_definition_for_large_votes(c, size):
+    votes = random_votes((5, 4101), torch.int32).clamp(-size, size)
+    votes[2, 3], votes[4, 4100] = size, -size
+    expected = step._factors(votes, 32768.0)
+    assert all(torch.equal(*pair) for pair in zip(c.rounding_factors(votes, 32768.0), expected[:2], strict=True))
+
+
+def test_c_float_levels_lie_in_kept_memory_only_once(c, monkeypatch):
+    monkeypatch.setattr(c, "FRESH", 1)
+    monkeypatch.setattr(c, "_scratch", c._Scratch())
+    ones, twos = torch.full((63, 65), 4, dtype=torch.int8), torch.full((63, 65), 8, dtype=torch.int8)
+    first = c.float_levels(ones, 2)
+    place, view = first.data_ptr(), first[1:].t()
+    del first
+    second = c.float_levels(twos, 2)  # a view of the first is alive
+    assert second.data_ptr() != place
+    assert bool((view == 1).all())
+    assert bool((second == 2).all())
+    del view
+    assert c.float_levels(twos[:40], 2).data_ptr() == place
+    assert bool((c.float_levels(twos[:40], 2) == 2).all())
+
+
+def test_c_kernels_are_built_without_tuning_where_the_compiler_knows_none(c, monkeypatch, tmp_path):
+    monkeypatch.setattr(c, "TUNINGS", (("-march=of-no-machine",), ()))
+    assert c._build(os.environ.get("CC", "cc"), tmp_path).stat().st_size > 0

@@ -11,7 +11,7 @@ from torch import Tensor
 
 # Tokens × features a program rounds at once, and how often it does so: it writes one partial sum of squares in all.
 TILE_TOKENS, TILE_FEATURES, TILES = 64, 64, 2
-MOVE_BLOCK = 1024
+MOVE_AT_ONCE, MOST_COLUMNS = 4096, 1024  # weights a program moves at once, and how many of a row at most
 # The votes' product: tokens a step of its loop, programs that fill a GPU (two a multiprocessor), tokens worth a program.
 TILE_K, PROGRAMS, LEAST_TOKENS_A_SPLIT = 128, 264, 512
 
@@ -191,22 +191,23 @@ def votes_product(delta: Tensor,  # (tokens, rows) int8, tokens side by side in 
 
 
 @triton.jit
-def _levels_kernel(stored, levels, count, columns, bytes_a_row,
+def _levels_kernel(stored, levels, rows, columns, bytes_a_row,
                    PACKED: tl.constexpr, WIDTH: tl.constexpr, TOP_LEVEL: tl.constexpr, MEMORY_BITS: tl.constexpr,
-                   BLOCK: tl.constexpr):
-    byte = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    raw = tl.load(stored + byte, mask=byte < count, other=0).to(tl.int32)
+                   ROWS: tl.constexpr, BYTES: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    byte = tl.program_id(1) * BYTES + tl.arange(0, BYTES)
+    inside = (row < rows)[:, None] & (byte < bytes_a_row)[None, :]
+    raw = tl.load(stored + row[:, None] * bytes_a_row + byte[None, :], mask=inside, other=0).to(tl.int32)
     if PACKED:
         PER_BYTE: tl.constexpr = 8 // WIDTH
-        place = tl.arange(0, PER_BYTE)[None, :]
-        column = (byte % bytes_a_row)[:, None] * PER_BYTE + place
-        level = ((raw[:, None] >> (WIDTH * place)) & ((1 << WIDTH) - 1)) - TOP_LEVEL
-        live = (byte < count)[:, None] & (column < columns)
-        tl.store(levels + (byte // bytes_a_row)[:, None] * columns + column,
-                 level.to(tl.float32).to(levels.dtype.element_ty), mask=live)
+        shift = WIDTH * tl.arange(0, PER_BYTE)[None, None, :]
+        level = tl.reshape((raw[:, :, None] >> shift) & ((1 << WIDTH) - 1), (ROWS, BYTES * PER_BYTE)) - TOP_LEVEL
     else:
+        PER_BYTE: tl.constexpr = 1
         level = (raw + ((1 << MEMORY_BITS) >> 1)) >> MEMORY_BITS
-        tl.store(levels + byte, level.to(tl.float32).to(levels.dtype.element_ty), mask=byte < count)
+    column = tl.program_id(1) * BYTES * PER_BYTE + tl.arange(0, BYTES * PER_BYTE)
+    live = (row < rows)[:, None] & (column < columns)[None, :]
+    tl.store(levels + row[:, None] * columns + column[None, :], level.to(tl.float32).to(levels.dtype.element_ty), mask=live)
 
 
 def float_levels(stored: Tensor,  # (rows, bytes) uint8 or (rows, columns) int8
@@ -215,11 +216,13 @@ def float_levels(stored: Tensor,  # (rows, bytes) uint8 or (rows, columns) int8
     """grid.Grid.levels as floats, in one pass: the scratch a product reads."""
     stored = stored.contiguous()
     levels = torch.empty(stored.shape[0], columns, dtype=dtype, device=stored.device)
+    rows, bytes_a_row = stored.shape
     if levels.numel():
+        bytes_at_once = 512 * (packed_width or 8) // 8
         with torch.cuda.device_of(stored):
-            _levels_kernel[(triton.cdiv(stored.numel(), 1024),)](
-                stored, levels, stored.numel(), columns, stored.shape[1], PACKED=packed_width > 0, WIDTH=packed_width or 8,
-                TOP_LEVEL=top_level, MEMORY_BITS=memory_bits, BLOCK=1024)
+            _levels_kernel[(triton.cdiv(rows, 4), triton.cdiv(bytes_a_row, bytes_at_once))](
+                stored, levels, rows, columns, bytes_a_row, PACKED=packed_width > 0, WIDTH=packed_width or 8,
+                TOP_LEVEL=top_level, MEMORY_BITS=memory_bits, ROWS=4, BYTES=bytes_at_once)
     return levels
 
 
@@ -288,63 +291,76 @@ def rounding_factors(votes: Tensor, gain: float | Tensor) -> tuple[Tensor, Tenso
     return factors[:rows, None], factors[None, rows:]
 
 
+@triton.jit
+def _moved(old, vote, noise, row_factor, column_factor, cap, follow, least, largest, p_min,
+           TOPK: tl.constexpr, TOP_LEVEL: tl.constexpr, MEMORY_BITS: tl.constexpr):
+    """The new values: step.topk or step.rounding."""
+    UNIT: tl.constexpr = 1 << MEMORY_BITS
+    HALF: tl.constexpr = UNIT // 2
+    if TOPK:
+        span, size = largest - least, tl.abs(vote.to(tl.int64))
+        chance = tl.where(span > 0, (size - least) * 65536 // tl.maximum(span, 1), 65536)
+        chance = tl.minimum(tl.maximum(chance, p_min), 65536)
+        moves = (size >= least) & (size > 0) & (noise < chance)
+        move = tl.where(moves, tl.where(vote > 0, UNIT, -UNIT), 0)
+    else:
+        share = vote.to(tl.float32) * row_factor * column_factor
+        move = (tl.minimum(tl.maximum(share, -cap), cap).to(tl.int32) + noise) >> 16
+    if TOPK or MEMORY_BITS == 0:
+        return tl.minimum(tl.maximum(old - move, -TOP_LEVEL * UNIT), TOP_LEVEL * UNIT)
+    level = (old + HALF) >> MEMORY_BITS
+    z = old - level * HALF - move  # old - level · UNIT + level · HALF
+    z = tl.minimum(tl.maximum(z, -TOP_LEVEL * HALF), TOP_LEVEL * HALF)
+    z = tl.minimum(tl.maximum(z, (level - 1) * HALF), (level + 1) * HALF - 1)
+    nearest = (z + HALF // 2 - ((noise >> 8) & 1)) >> (MEMORY_BITS - 1)
+    return tl.where((noise & 255) < follow, nearest, level) * HALF + z
+
+
 @triton.jit(do_not_specialize=[*STREAM, "cap", "p_min", "follow"])
-def _move_kernel(stored, votes, row_factor, column_factor, least, largest, flips, count, columns, bytes_a_row, cap, p_min,
+def _move_kernel(stored, votes, row_factor, column_factor, least, largest, flips, rows, columns, bytes_a_row, cap, p_min,
                  follow, seed, step, stream, call,
-                 TOPK: tl.constexpr, CAP_ON_DEVICE: tl.constexpr, PACKED: tl.constexpr, WIDTH: tl.constexpr,
-                 TOP_LEVEL: tl.constexpr, MEMORY_BITS: tl.constexpr, BLOCK: tl.constexpr):
+                 TOPK: tl.constexpr, CAP_ON_DEVICE: tl.constexpr, BY_EIGHTS: tl.constexpr, PACKED: tl.constexpr,
+                 WIDTH: tl.constexpr, TOP_LEVEL: tl.constexpr, MEMORY_BITS: tl.constexpr, ROWS: tl.constexpr,
+                 BYTES: tl.constexpr):
     if CAP_ON_DEVICE:
         cap = tl.load(cap)
         follow = tl.where(cap > 0, follow, 0)  # at a lr of 0 nothing follows
-    byte = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = byte < count
-    row, byte_column = byte // bytes_a_row, byte % bytes_a_row
-    raw = tl.load(stored + byte, mask=inside, other=0).to(tl.int32)
-    result = tl.zeros((BLOCK,), tl.int32)
-    changed = tl.zeros((BLOCK,), tl.int32)
     PER_BYTE: tl.constexpr = 8 // WIDTH
-    UNIT: tl.constexpr = 1 << MEMORY_BITS
-    HALF: tl.constexpr = UNIT // 2
-    for place in tl.static_range(PER_BYTE):
-        column = byte_column * PER_BYTE + place
-        live = inside & (column < columns)
-        element = row * columns + column
-        if PACKED:  # noqa: SIM108  (a constexpr branch)
-            old = ((raw >> (WIDTH * place)) & ((1 << WIDTH) - 1)) - TOP_LEVEL
-        else:
-            old = raw
-        vote = tl.load(votes + element, mask=live, other=0)
-        noise = _noise16(element, seed, step, stream, call)
-        if TOPK:
-            least_size, span = tl.load(least), tl.load(largest) - tl.load(least)
-            size = tl.abs(vote.to(tl.int64))
-            chance = tl.where(span > 0, (size - least_size) * 65536 // tl.maximum(span, 1), 65536)
-            chance = tl.minimum(tl.maximum(chance, p_min), 65536)
-            moves = (size >= least_size) & (size > 0) & (noise < chance)
-            move = tl.where(moves, tl.where(vote > 0, UNIT, -UNIT), 0)
-        else:
-            share = vote.to(tl.float32) * tl.load(row_factor + row, mask=live, other=0.0)
-            share = share * tl.load(column_factor + column, mask=live, other=0.0)
-            move = (tl.minimum(tl.maximum(share, -cap), cap).to(tl.int32) + noise) >> 16
-        if TOPK or MEMORY_BITS == 0:
-            new = tl.minimum(tl.maximum(old - move, -TOP_LEVEL * UNIT), TOP_LEVEL * UNIT)
-        else:
-            level = (old + HALF) >> MEMORY_BITS
-            z = old - level * UNIT + level * HALF - move
-            z = tl.minimum(tl.maximum(z, -TOP_LEVEL * HALF), TOP_LEVEL * HALF)
-            z = tl.minimum(tl.maximum(z, (level - 1) * HALF), (level + 1) * HALF - 1)
-            nearest = (z + HALF // 2 - ((noise >> 8) & 1)) >> (MEMORY_BITS - 1)
-            new = tl.where((noise & 255) < follow, nearest, level) * HALF + z
-        changed += (live & (((new + HALF) >> MEMORY_BITS) != ((old + HALF) >> MEMORY_BITS))).to(tl.int32)
-        if PACKED:
-            result |= tl.where(live, new + TOP_LEVEL, 0) << (WIDTH * place)
-        else:
-            result = new
+    COLUMNS: tl.constexpr = BYTES * PER_BYTE
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    byte = tl.program_id(1) * BYTES + tl.arange(0, BYTES)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    here = stored + row[:, None] * bytes_a_row + byte[None, :]
+    inside = (row < rows)[:, None] & (byte < bytes_a_row)[None, :]
+    live = (row < rows)[:, None] & (column < columns)[None, :]
+    raw = tl.load(here, mask=inside, other=0).to(tl.int32)
     if PACKED:
-        tl.store(stored + byte, result.to(tl.uint8), mask=inside)
+        shift = WIDTH * tl.arange(0, PER_BYTE)[None, None, :]
+        old = tl.reshape((raw[:, :, None] >> shift) & ((1 << WIDTH) - 1), (ROWS, COLUMNS)) - TOP_LEVEL
     else:
-        tl.store(stored + byte, result.to(tl.int8), mask=inside)
-    tl.atomic_add(flips, tl.sum(changed, 0).to(tl.int64))
+        old = raw
+    element = row[:, None] * columns + column[None, :]
+    vote = tl.load(votes + element, mask=live, other=0)
+    if BY_EIGHTS:
+        eighth = tl.program_id(1) * (COLUMNS // 8) + tl.arange(0, COLUMNS // 8)
+        noise = _noise16_by_eights(row[:, None] * (columns // 8) + eighth[None, :], seed, step, stream, call)
+    else:
+        noise = _noise16(element, seed, step, stream, call)
+    if TOPK:
+        new = _moved(old, vote, noise, 0.0, 0.0, cap, follow, tl.load(least), tl.load(largest), p_min,
+                     TOPK, TOP_LEVEL, MEMORY_BITS)
+    else:
+        by_row = tl.load(row_factor + row, mask=row < rows, other=0.0)[:, None]
+        by_column = tl.load(column_factor + column, mask=column < columns, other=0.0)[None, :]
+        new = _moved(old, vote, noise, by_row, by_column, cap, follow, 0, 0, p_min, TOPK, TOP_LEVEL, MEMORY_BITS)
+    HALF: tl.constexpr = (1 << MEMORY_BITS) // 2
+    changed = live & (((new + HALF) >> MEMORY_BITS) != ((old + HALF) >> MEMORY_BITS))
+    if PACKED:
+        code = tl.reshape(tl.where(live, new + TOP_LEVEL, 0), (ROWS, BYTES, PER_BYTE)) << shift
+        tl.store(here, tl.sum(code, 2).to(tl.uint8), mask=inside)
+    else:
+        tl.store(here, new.to(tl.int8), mask=inside)
+    tl.atomic_add(flips, tl.sum(changed.to(tl.int32)).to(tl.int64))
 
 
 def move(stored: Tensor,  # (rows, bytes) uint8 or (rows, columns) int8, changed in place
@@ -362,13 +378,16 @@ def move(stored: Tensor,  # (rows, bytes) uint8 or (rows, columns) int8, changed
     flips = torch.zeros((), dtype=torch.int64, device=stored.device)
     votes = votes.contiguous()
     unused = flips
-    count = stored.numel()
-    if count:
+    rows, bytes_a_row = stored.shape
+    if stored.numel():
+        columns_at_once = max(8, min(MOST_COLUMNS, triton.next_power_of_2(columns)))
+        rows_at_once, bytes_at_once = MOVE_AT_ONCE // columns_at_once, columns_at_once * (packed_width or 8) // 8
         with torch.cuda.device_of(stored):
-            _move_kernel[(triton.cdiv(count, MOVE_BLOCK),)](
+            _move_kernel[(triton.cdiv(rows, rows_at_once), triton.cdiv(bytes_a_row, bytes_at_once))](
                 stored, votes, *(unused if one is None else one.contiguous() for one in (row, column, least, largest)),
-                flips, count, columns, stored.shape[1], cap, p_min, follow, seed, _on_device(step, stored), stream, call,
-                TOPK=least is not None, CAP_ON_DEVICE=isinstance(cap, Tensor), PACKED=packed_width > 0,
-                WIDTH=packed_width or 8, TOP_LEVEL=top_level, MEMORY_BITS=memory_bits, BLOCK=MOVE_BLOCK)
+                flips, rows, columns, bytes_a_row, cap, p_min, follow, seed, _on_device(step, stored), stream, call,
+                TOPK=least is not None, CAP_ON_DEVICE=isinstance(cap, Tensor), BY_EIGHTS=columns % 8 == 0,
+                PACKED=packed_width > 0, WIDTH=packed_width or 8, TOP_LEVEL=top_level, MEMORY_BITS=memory_bits,
+                ROWS=rows_at_once, BYTES=bytes_at_once)
         torch.autograd.graph.increment_version(stored)  # autograd does not see what a kernel writes
     return flips

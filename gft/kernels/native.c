@@ -10,6 +10,9 @@
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 #define BLOCK 2048 /* elements at a time: noise, old and new values of them stay in the first-level cache */
 #define ROUNDS 10
@@ -19,10 +22,12 @@ typedef struct {
     uint32_t step, stream, call;
 } Stream;
 
+static inline int at_most(int64_t a, int most) { return a < most ? (int)a : most; }
+
 /* ------------------------------------------------------------------------------------------------ philox.noise16 */
 
-/* Several counters side by side. A lane is 64 bits wide for the sake of the product, and holds a 32-bit word in its low half;
- * the product takes no notice of what is above, so nothing clears it. */
+/* Several counters side by side. A lane is 64 bits wide for the sake of the product, and holds a 32-bit word in its low
+ * half; the product takes no notice of what is above, so nothing clears it. */
 #if defined(__AVX512F__)
 enum { LANES = 8 };
 #else
@@ -92,7 +97,7 @@ void gft_quantize(const float *values, const float *factor, int8_t *out, double 
     for (int64_t f = 0; f < features; f++) squares[f] = 0;
     for (int64_t row = from; row < to; row++) {
         for (int64_t start = 0; start < features; start += BLOCK) {
-            int count = (int)(features - start < BLOCK ? features - start : BLOCK);
+            int count = at_most(features - start, BLOCK);
             int64_t at = row * features + start;
             const uint16_t *noise = noise_of(room, at, count, s);
             const float *value = values + at, *scale = factor + start;
@@ -117,6 +122,19 @@ void gft_quantize(const float *values, const float *factor, int8_t *out, double 
     *bad = not_finite;
 }
 
+/* ------------------------------------------------------------------------------------------------ memory */
+
+/* Ask for fresh memory in pages of 2 MB rather than 4 kB: handing it out page by page can take longer than to fill it. */
+void gft_huge_pages(void *memory, int64_t bytes) {
+#if defined(MADV_HUGEPAGE)
+    uintptr_t page = 2 << 20, first = ((uintptr_t)memory + page - 1) / page * page;
+    uintptr_t end = ((uintptr_t)memory + (uintptr_t)bytes) / page * page;
+    if (first < end) madvise((void *)first, end - first, MADV_HUGEPAGE); /* may fail: it is advice */
+#else
+    (void)memory, (void)bytes;
+#endif
+}
+
 /* ------------------------------------------------------------------------------------------------ conversions */
 
 /* Levels of stored values, as floats: grid.values_to_levels. */
@@ -133,56 +151,171 @@ void gft_to_int(float *values, int64_t from, int64_t to) {
     }
 }
 
-/* ------------------------------------------------------------------------------------------------ step._squares */
+/* ------------------------------------------------------------------------------------------------ vote.tally */
 
-/* Votes are int32, or int64 if `wide`. */
-int64_t gft_largest(const void *votes, int wide, int64_t from, int64_t to) {
-    int64_t largest = 0;
-    if (wide) {
-        const int64_t *v = votes;
-        for (int64_t i = from; i < to; i++) {
-            int64_t size = v[i] < 0 ? -v[i] : v[i];
-            largest = size > largest ? size : largest;
-        }
-        return largest;
+/* votes = delta^T · x, some four times as fast as in float32, by an instruction that adds four products of bytes to a 32-bit
+ * sum: sum += x0 · delta0 + x1 · delta1 + x2 · delta2 + x3 · delta3. It takes x without a sign, so x + 128 stands for x and
+ * a row's sums start at -128 times the sum of its delta. On the way they may wrap round; in the end they are right.
+ *
+ * A tile of votes is summed in registers. For it delta and x are packed: four tokens of a row or column side by side. */
+#if defined(__AVX512VNNI__)
+#define DOT(sums, x, delta) (Sums) _mm512_dpbusd_epi32((__m512i)(sums), (__m512i)(x), (__m512i)(delta))
+enum { VECTOR = 16, TILE_ROWS = 8 }; /* int32 sums in a vector; rows of a tile, all of whose sums fit into registers */
+#elif defined(__AVXVNNI__)
+#define DOT(sums, x, delta) (Sums) _mm256_dpbusd_avx_epi32((__m256i)(sums), (__m256i)(x), (__m256i)(delta))
+enum { VECTOR = 8, TILE_ROWS = 4 };
+#endif
+#if defined(DOT)
+typedef int32_t Sums __attribute__((vector_size(4 * VECTOR)));
+typedef int32_t Unaligned __attribute__((vector_size(4 * VECTOR), aligned(1), may_alias));
+enum { TILE_VECTORS = 3, TILE_COLUMNS = TILE_VECTORS * VECTOR, ROWS_AT_ONCE = 64, FOURS_AT_ONCE = 128 };
+
+/* Panels `from` to `to` of x (tokens, columns): packed[panel][four][column][token of the four]. */
+void gft_pack_x(const int8_t *x, uint8_t *packed, int64_t tokens, int64_t columns, int64_t from, int64_t to) {
+    int64_t fours = (tokens + 3) / 4;
+    for (int64_t panel = from; panel < to; panel++) {
+        const int8_t *source = x + panel * TILE_COLUMNS;
+        int count = at_most(columns - panel * TILE_COLUMNS, TILE_COLUMNS);
+        uint8_t *target = packed + panel * fours * TILE_COLUMNS * 4;
+        memset(target, 0, (size_t)fours * TILE_COLUMNS * 4);
+        for (int64_t t = 0; t < tokens; t++)
+            for (int c = 0; c < count; c++)
+                target[(t / 4 * TILE_COLUMNS + c) * 4 + t % 4] = (uint8_t)(source[t * columns + c] + 128);
     }
-    const int32_t *v = votes;
-    uint32_t most = 0;
-    for (int64_t i = from; i < to; i++) {
-        uint32_t size = v[i] < 0 ? 0u - (uint32_t)v[i] : (uint32_t)v[i];
-        most = size > most ? size : most;
-    }
-    return most;
 }
 
-/* A row of squares, at most 2^30 each: added to the sums of their columns, and summed up. */
-static int64_t add_squares(int64_t *column_sums, const int32_t *small, int64_t columns) {
+/* Rows `row` to `row + count` of delta^T, tokens from `first` on: packed[tile][four][row of the tile][token of the four];
+ * what is missing is 0. `start` gets where each row's sums start. */
+static void pack_delta(int8_t *packed, int32_t *start, const int8_t *delta, int64_t tokens, int64_t rows, int64_t row,
+                       int count, int64_t first, int fours) {
+    memset(packed, 0, (size_t)fours * 4 * ROWS_AT_ONCE);
+    memset(start, 0, sizeof(int32_t) * ROWS_AT_ONCE);
+    for (int t = 0; t < fours * 4 && first + t < tokens; t++) {
+        const int8_t *source = delta + (first + t) * rows + row;
+        for (int r = 0; r < count; r++) {
+            packed[((r / TILE_ROWS * fours + t / 4) * TILE_ROWS + r % TILE_ROWS) * 4 + t % 4] = source[r];
+            start[r] -= 128 * source[r];
+        }
+    }
+}
+
+/* One tile of votes, `stride` int32 from row to row; `add`: to what is there. */
+static void tile_of_votes(int32_t *votes, int64_t stride, const int8_t *delta, const uint8_t *x, int fours,
+                          const int32_t *start, int add) {
+    Sums sums[TILE_ROWS][TILE_VECTORS];
+    for (int r = 0; r < TILE_ROWS; r++)
+        for (int v = 0; v < TILE_VECTORS; v++) {
+            sums[r][v] = (Sums){0} + start[r];
+            if (add) sums[r][v] += *(const Unaligned *)(votes + r * stride + v * VECTOR);
+        }
+    for (int f = 0; f < fours; f++) {
+        const uint8_t *columns = x + f * TILE_COLUMNS * 4;
+        for (int r = 0; r < TILE_ROWS; r++) {
+            int32_t four;
+            memcpy(&four, delta + (f * TILE_ROWS + r) * 4, 4);
+            for (int v = 0; v < TILE_VECTORS; v++)
+                sums[r][v] = DOT(sums[r][v], *(const Unaligned *)(columns + v * VECTOR * 4), (Sums){0} + four);
+        }
+    }
+    for (int r = 0; r < TILE_ROWS; r++)
+        for (int v = 0; v < TILE_VECTORS; v++) *(Unaligned *)(votes + r * stride + v * VECTOR) = sums[r][v];
+}
+
+/* A tile that may reach over the matrix' edge: `rows` and `columns` of it are inside. */
+static void tile_at_edge(int32_t *votes, int64_t stride, const int8_t *delta, const uint8_t *x, int fours,
+                         const int32_t *start, int add, int rows, int columns) {
+    if (rows == TILE_ROWS && columns == TILE_COLUMNS) {
+        tile_of_votes(votes, stride, delta, x, fours, start, add);
+        return;
+    }
+    int32_t whole[TILE_ROWS * TILE_COLUMNS];
+    tile_of_votes(whole, TILE_COLUMNS, delta, x, fours, start, 0);
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < columns; c++)
+            votes[r * stride + c] = (add ? votes[r * stride + c] : 0) + whole[r * TILE_COLUMNS + c];
+}
+
+/* Rows `from` to `to` of votes (rows, columns) = delta^T · x of delta (tokens, rows) and packed x. */
+void gft_votes(const int8_t *delta, const uint8_t *packed_x, int32_t *votes, int64_t tokens, int64_t rows, int64_t columns,
+               int64_t from, int64_t to) {
+    int8_t packed_delta[ROWS_AT_ONCE * FOURS_AT_ONCE * 4]; /* with a panel of x it stays in the second-level cache */
+    int32_t start[ROWS_AT_ONCE];
+    int64_t all_fours = (tokens + 3) / 4;
+    for (int64_t row = from; row < to; row += ROWS_AT_ONCE) {
+        int some_rows = at_most(to - row, ROWS_AT_ONCE);
+        for (int64_t four = 0; four < all_fours; four += FOURS_AT_ONCE) {
+            int fours = at_most(all_fours - four, FOURS_AT_ONCE);
+            pack_delta(packed_delta, start, delta, tokens, rows, row, some_rows, four * 4, fours);
+            for (int64_t c = 0; c < columns; c += TILE_COLUMNS) {
+                const uint8_t *x = packed_x + (c * all_fours + four * TILE_COLUMNS) * 4;
+                for (int r = 0; r < some_rows; r += TILE_ROWS)
+                    tile_at_edge(votes + (row + r) * columns + c, columns, packed_delta + r * fours * 4, x, fours, start + r,
+                                 four > 0, at_most(some_rows - r, TILE_ROWS), at_most(columns - c, TILE_COLUMNS));
+            }
+        }
+    }
+}
+#else /* native.py then takes a float product */
+enum { TILE_COLUMNS = 0 };
+void gft_pack_x(void) {}
+void gft_votes(void) {}
+#endif
+
+/* How many columns a panel of packed x has; 0 without such an instruction. */
+int64_t gft_panel_columns(void) { return TILE_COLUMNS; }
+
+/* ------------------------------------------------------------------------------------------------ step._squares */
+
+/* Votes >> shift as int32. Returns the largest |vote|. */
+static uint64_t shifted(int32_t *small, const int32_t *votes, int count, int shift) {
+    uint32_t largest = 0;
+    for (int i = 0; i < count; i++) {
+        uint32_t size = votes[i] < 0 ? 0u - (uint32_t)votes[i] : (uint32_t)votes[i];
+        largest = size > largest ? size : largest;
+        small[i] = votes[i] >> shift;
+    }
+    return largest;
+}
+
+static uint64_t shifted_wide(int32_t *small, const int64_t *votes, int count, int shift) {
+    uint64_t largest = 0;
+    for (int i = 0; i < count; i++) {
+        uint64_t size = votes[i] < 0 ? 0u - (uint64_t)votes[i] : (uint64_t)votes[i];
+        largest = size > largest ? size : largest;
+        small[i] = (int32_t)(votes[i] >> shift);
+    }
+    return largest;
+}
+
+/* Squares are added to the sums of their columns, and summed up. */
+static int64_t add_squares(int64_t *column_sums, const int32_t *small, int count) {
     int64_t total = 0;
-    for (int64_t c = 0; c < columns; c++) {
-        uint32_t square = (uint32_t)(small[c] * small[c]);
+    for (int i = 0; i < count; i++) {
+        uint32_t square = (uint32_t)small[i] * (uint32_t)small[i];
         total += square;
-        column_sums[c] += square;
+        column_sums[i] += square;
     }
     return total;
 }
 
-/* Sums of squares of votes >> shift: written by row, added by column. */
-void gft_squares(const void *votes, int wide, int64_t *row_sums, int64_t *column_sums, int64_t from, int64_t to,
-                 int64_t columns, int shift) {
+/* Sums of squares of votes >> shift, written by row and added by column. Returns the largest |vote|: unless it is below
+ * 2^(15 + shift) squares did not fit and the sums are wrong. Votes are int32, or int64 if `wide`. */
+uint64_t gft_squares(const void *votes, int wide, int64_t *row_sums, int64_t *column_sums, int64_t from, int64_t to,
+                     int64_t columns, int shift) {
+    uint64_t largest = 0;
     for (int64_t row = from; row < to; row++) {
         row_sums[row] = 0;
         for (int64_t start = 0; start < columns; start += BLOCK) {
-            int count = (int)(columns - start < BLOCK ? columns - start : BLOCK);
-            const int32_t *narrow = (const int32_t *)votes + row * columns + start;
-            const int64_t *broad = (const int64_t *)votes + row * columns + start;
+            int count = at_most(columns - start, BLOCK);
+            int64_t at = row * columns + start;
             _Alignas(64) int32_t small[BLOCK];
-            if (wide)
-                for (int i = 0; i < count; i++) small[i] = (int32_t)(broad[i] >> shift);
-            else
-                for (int i = 0; i < count; i++) small[i] = narrow[i] >> shift;
+            uint64_t size = wide ? shifted_wide(small, (const int64_t *)votes + at, count, shift)
+                                 : shifted(small, (const int32_t *)votes + at, count, shift);
+            largest = size > largest ? size : largest;
             row_sums[row] += add_squares(column_sums + start, small, count);
         }
     }
+    return largest;
 }
 
 /* step.rounding_factors from those sums. Division and square root of doubles are correctly rounded. */
@@ -255,7 +388,8 @@ static int move_values(int8_t *new, const int8_t *old, const int16_t *move, int 
 }
 
 /* Levels wait and follow by chance. Returns how many changed. */
-static int move_with_inertia(int8_t *new, const int8_t *old, const int16_t *move, const uint16_t *noise, int count, Form form) {
+static int move_with_inertia(int8_t *new, const int8_t *old, const int16_t *move, const uint16_t *noise, int count,
+                             Form form) {
     int16_t half = (int16_t)((1 << form.memory_bits) / 2), reach = (int16_t)(form.top_level * half), middle = half / 2;
     int16_t follow = (int16_t)form.follow, changed = 0;
     int bits = form.memory_bits, shift = form.memory_bits - 1;
@@ -323,7 +457,7 @@ int64_t gft_move(uint8_t *stored, const void *votes, int wide, const float *row_
     int64_t flips = 0;
     for (int64_t row = from; row < to; row++) {
         for (int64_t start = 0; start < columns; start += BLOCK) { /* BLOCK is a multiple of what a byte holds */
-            int count = (int)(columns - start < BLOCK ? columns - start : BLOCK);
+            int count = at_most(columns - start, BLOCK);
             int64_t at = row * columns + start;
             uint8_t *bytes = stored + row * bytes_a_row + (width ? start * width / 8 : start);
             const int32_t *narrow = wide ? 0 : (const int32_t *)votes + at;

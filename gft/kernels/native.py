@@ -6,14 +6,18 @@ Where there is no compiler, or GFT_NATIVE=0 is set, the torch definitions do the
 
 import ctypes
 import hashlib
+import math
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+import threading
+import weakref
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +25,24 @@ import torch
 from torch import Tensor
 
 SOURCE = Path(__file__).with_name("native.c")
-FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
+FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
+TUNINGS = (("-march=native",), ())  # the first that the compiler takes
 ROWS_OF_SQUARES = 64  # summed by one call, whatever the threads: so the sum's order, and its last bit, never changes
 LEAST_A_THREAD = 1 << 15  # elements; fewer are not worth waking a thread for
+ROWS_OF_VOTES = 64  # as many as native.c packs at once
+FRESH = 1 << 25  # bytes; a block this large is not kept for reuse when it is freed (glibc), so it is fresh each time
 
 POINTER, INT, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 STREAM = [ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint32]  # seed, step, stream, call
 SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "gft_quantize": (None, [POINTER] * 5 + [LONG] * 3 + [FLOAT] * 2 + STREAM),
+    "gft_huge_pages": (None, [POINTER, LONG]),
     "gft_levels": (None, [POINTER, POINTER, LONG, LONG, INT]),
     "gft_to_int": (None, [POINTER, LONG, LONG]),
-    "gft_largest": (LONG, [POINTER, INT, LONG, LONG]),
-    "gft_squares": (None, [POINTER, INT, POINTER, POINTER, LONG, LONG, LONG, INT]),
+    "gft_panel_columns": (LONG, []),
+    "gft_pack_x": (None, [POINTER, POINTER, *[LONG] * 4]),
+    "gft_votes": (None, [POINTER, POINTER, POINTER, *[LONG] * 5]),
+    "gft_squares": (ctypes.c_uint64, [POINTER, INT, POINTER, POINTER, LONG, LONG, LONG, INT]),
     "gft_factors": (None, [POINTER, POINTER, LONG, LONG, INT, FLOAT, POINTER, POINTER]),
     "gft_move": (LONG, [POINTER, POINTER, INT, POINTER, POINTER, FLOAT, INT, *[LONG] * 7, *[INT] * 4, *STREAM]),
 }
@@ -51,16 +61,22 @@ def _processor() -> str:
 
 
 def _build(compiler: str, folder: Path) -> Path:
-    marks = [SOURCE.read_text(), *FLAGS, compiler, platform.machine(), _processor()]
+    marks = [SOURCE.read_text(), *FLAGS, *chain(*TUNINGS), compiler, platform.machine(), _processor()]
     library = folder / f"native-{hashlib.sha256(chr(0).join(marks).encode()).hexdigest()[:16]}.so"
     if not library.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:  # whole or not at all, also with two processes at it
-            built = Path(scratch) / library.name
-            command = [compiler, *FLAGS, "-o", str(built), str(SOURCE), "-lm"]
-            subprocess.run(command, check=True, capture_output=True, timeout=60)
-            os.replace(built, library)
+            os.replace(_compile(compiler, Path(scratch) / library.name), library)
     return library
+
+
+def _compile(compiler: str, target: Path) -> Path:
+    for tuning in TUNINGS:
+        command = [compiler, *FLAGS, *tuning, "-o", str(target), str(SOURCE), "-lm"]
+        done = subprocess.run(command, check=tuning == TUNINGS[-1], capture_output=True, timeout=60)
+        if done.returncode == 0:
+            break
+    return target
 
 
 @cache
@@ -111,6 +127,43 @@ def _functions() -> Any:
     return found
 
 
+# ---------------------------------------------------------------------------------------------------- memory
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """torch.empty, in huge pages where it is large: 64 MB in small ones take five times as long to get as to fill."""
+    memory = torch.empty(shape, dtype=dtype)
+    if memory.nbytes >= FRESH:
+        _functions().gft_huge_pages(memory.data_ptr(), memory.nbytes)
+    return memory
+
+
+class _Scratch:
+    """Memory kept for large tensors that live for one product only, one at a time: fresh memory is cleared first."""
+
+    def __init__(self) -> None:
+        self.memory, self.lock = torch.empty(0), threading.Lock()
+        self.borrower: Callable[[], Any] = lambda: None
+
+    def borrow(self, shape: Sequence[int]) -> Tensor:
+        """An empty float32 tensor; in fresh memory while the one before, or a view of it, is alive."""
+        elements = math.prod(shape)
+        if elements * 4 < FRESH:
+            return torch.empty(shape, dtype=torch.float32)
+        with self.lock:
+            if self.borrower() is not None:
+                return _empty(shape, torch.float32)
+            if self.memory.numel() < elements:
+                self.memory = _empty((elements,), torch.float32)
+            # Every tensor made from this array keeps it alive, so its end is theirs.
+            array = self.memory.numpy()[:elements]
+            self.borrower = weakref.ref(array)
+            return torch.from_numpy(array).view(*shape)
+
+
+_scratch = _Scratch()
+
+
 # ---------------------------------------------------------------------------------------------------- the functions
 
 
@@ -144,7 +197,7 @@ def quantize(values: Tensor,  # (n, features) float
 def float_levels(stored: Tensor, memory_bits: int) -> Tensor:  # (rows, columns) int8 -> float32
     """grid.values_to_levels as floats, in one pass."""
     stored, functions = stored.contiguous(), _functions()
-    levels = torch.empty(stored.shape, dtype=torch.float32)
+    levels = _scratch.borrow(stored.shape)
     _side_by_side(lambda start, stop: functions.gft_levels(stored.data_ptr(), levels.data_ptr(), start, stop, memory_bits),
                   stored.numel(), stored.numel())
     return levels
@@ -157,26 +210,65 @@ def as_int32(whole: Tensor) -> Tensor:  # float32, contiguous, whole numbers
     return whole.view(torch.int32)
 
 
+def votes_product(delta: Tensor,  # (n, out) int8
+                  x: Tensor) -> Tensor:  # (n, in) int8 -> (out, in) int32
+    """delta^T · x, exact as long as int32 holds it: vote.tally."""
+    functions = _functions()
+    panel = functions.gft_panel_columns()
+    if panel == 0 or not (delta.numel() and x.numel()):
+        return _float_product(delta, x)
+    delta, x = delta.contiguous(), x.contiguous()
+    (tokens, rows), columns = delta.shape, x.shape[1]
+    panels = -(-columns // panel)
+    packed = torch.empty(panels * panel, -(-tokens // 4), 4, dtype=torch.uint8)
+    _side_by_side(lambda start, stop: functions.gft_pack_x(x.data_ptr(), packed.data_ptr(), tokens, columns, start, stop),
+                  panels, x.numel())
+    votes = _empty((rows, columns), torch.int32)
+    _side_by_side(lambda start, stop: functions.gft_votes(
+        delta.data_ptr(), packed.data_ptr(), votes.data_ptr(), tokens, rows, columns, start, stop),
+        rows, votes.numel(), ROWS_OF_VOTES)
+    return votes
+
+
+def _float_product(delta: Tensor, x: Tensor) -> Tensor:
+    """The same for a processor without a product of bytes: a float32 sum is exact below 2^24."""
+    votes: Tensor | None = None
+    at_once = 2**24 // 128**2
+    with torch.autocast("cpu", enabled=False):
+        for some_delta, some_x in zip(delta.split(at_once), x.split(at_once), strict=True):
+            part = torch.mm(some_delta.float().t(), some_x.float(), out=_empty((delta.shape[1], x.shape[1]), torch.float32))
+            votes = as_int32(part) if votes is None else votes.add_(as_int32(part))
+    assert votes is not None  # split gives at least one piece
+    return votes
+
+
 def rounding_factors(votes: Tensor, gain: float) -> tuple[Tensor, Tensor]:
     """step.rounding_factors: (out, 1) and (1, in) float32. `gain` must be a float32."""
-    votes, functions = votes.contiguous(), _functions()
+    votes = votes.contiguous()
     rows, columns = votes.shape
-    wide = int(votes.dtype == torch.int64)
-    largest = max(_side_by_side(lambda start, stop: functions.gft_largest(
-        votes.data_ptr(), wide, start * columns, stop * columns), rows, votes.numel()))
+    # With |vote| < 2^15, as most often, no shift is needed and one pass is enough.
+    by_row, by_column, largest = _sums_of_squares(votes, 0)
     shift = max(largest.bit_length() - 15, 0)
+    if shift:
+        by_row, by_column, _ = _sums_of_squares(votes, shift)
+    row, column = (torch.empty(shape, dtype=torch.float32) for shape in ((rows, 1), (1, columns)))
+    _functions().gft_factors(by_row.data_ptr(), by_column.data_ptr(), rows, columns, shift, gain, row.data_ptr(),
+                             column.data_ptr())
+    return row, column
+
+
+def _sums_of_squares(votes: Tensor, shift: int) -> tuple[Tensor, Tensor, int]:
+    """Of votes >> shift by row and by column, and the largest |vote|."""
+    (rows, columns), gft_squares = votes.shape, _functions().gft_squares
     by_row = torch.empty(rows, dtype=torch.int64)
 
-    def work(start: int, stop: int) -> Tensor:
+    def work(start: int, stop: int) -> tuple[Tensor, int]:
         by_column = torch.zeros(columns, dtype=torch.int64)
-        functions.gft_squares(votes.data_ptr(), wide, by_row.data_ptr(), by_column.data_ptr(), start, stop, columns, shift)
-        return by_column
+        return by_column, gft_squares(votes.data_ptr(), int(votes.dtype == torch.int64), by_row.data_ptr(),
+                                      by_column.data_ptr(), start, stop, columns, shift)
 
-    by_column = torch.stack(_side_by_side(work, rows, votes.numel())).sum(0)
-    row, column = torch.empty(rows, 1), torch.empty(1, columns)
-    functions.gft_factors(by_row.data_ptr(), by_column.data_ptr(), rows, columns, shift, gain, row.data_ptr(),
-                          column.data_ptr())
-    return row, column
+    by_columns, largest = zip(*_side_by_side(work, rows, votes.numel()), strict=True)
+    return by_row, torch.stack(by_columns).sum(0), max(largest)
 
 
 def move(stored: Tensor,  # (rows, bytes) uint8 or (rows, columns) int8, changed in place

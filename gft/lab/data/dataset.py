@@ -16,10 +16,11 @@ from torch import Tensor
 
 from gft.lab.data.folder import DataError
 
-AUGMENT = ("none", "light")
+AUGMENT = ("none", "light", "jitter")
 SPLITS = ("train", "val", "test")
 LEAST_AREA = 0.35  # of the image, that a crop keeps
 MOST_ASPECT = 4 / 3
+MOST_TURN, MOST_ZOOM, MOST_SHIFT = math.radians(12), 0.12, 0.1  # a jitter's: radians, share of the size, likewise
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ class Dataset:
         batch `first_step` is found without having drawn those before it. The last batch of an epoch is as short as it
         falls.
 
-        augment: "none", or "light": images are cropped at random and, if they may be (`flips`), mirrored.
+        augment: "none"; "light": images are cropped at random and, if they may be (`flips`), mirrored, as suits photographs;
+        "jitter": turned, zoomed and shifted a little, as suits what fills its frame, such as digits.
         """
         if augment not in AUGMENT:
             raise DataError(f"augment={augment!r}: choose one of {', '.join(AUGMENT)}")
@@ -82,8 +84,11 @@ class Dataset:
             order = torch.randperm(len(x), generator=generator).to(x.device)
             for some in order.split(batch)[start:]:
                 features = self.normalised(x[some])
-                if augment == "light":
-                    features = resample(features, random_crops(len(some), self.flips, seeded("augment", seed, step)))
+                if augment != "none":
+                    generator = seeded("augment", seed, step)
+                    maps = random_crops(len(some), self.flips, generator) if augment == "light" else \
+                        random_jitters(len(some), generator)
+                    features = resample(features, maps)
                 yield features, y[some]
                 step += 1
 
@@ -131,6 +136,17 @@ def random_crops(n: int, flips: bool, generator: torch.Generator) -> Tensor:
     maps[:, 0, 2] = (2 * across - 1) * (1 - width)
     maps[:, 1, 1] = height
     maps[:, 1, 2] = (2 * down - 1) * (1 - height)
+    return maps
+
+
+def random_jitters(n: int, generator: torch.Generator) -> Tensor:
+    """(n, 2, 3) affine maps near the identity: each turns, zooms and shifts by a uniform share of the most it may."""
+    turn, zoom, across, down = 2 * torch.rand(4, n, generator=generator) - 1
+    turn, zoom = turn * MOST_TURN, 1 + zoom * MOST_ZOOM
+    maps = torch.zeros(n, 2, 3)
+    maps[:, 0, 0], maps[:, 0, 1] = zoom * turn.cos(), -zoom * turn.sin()
+    maps[:, 1, 0], maps[:, 1, 1] = zoom * turn.sin(), zoom * turn.cos()
+    maps[:, 0, 2], maps[:, 1, 2] = 2 * MOST_SHIFT * across, 2 * MOST_SHIFT * down  # the image is 2 wide
     return maps
 
 
