@@ -153,7 +153,8 @@ def mnist_dnn(quantize: str, bits: int) -> Recipe:
     full_precision = quantize == "none"
     return Recipe(**row("mnist-dnn", quantize, bits, MNIST_DNN[quantize, bits]),
                   norm="rms" if quantize == "all" else "batch",
-                  dropout=0.2 if full_precision else 0.0, input_dropout=0.1 if full_precision else 0.0)
+                  dropout=0.2 if full_precision else 0.0, input_dropout=0.1 if full_precision else 0.0,
+                  label_smoothing=0.1)
 
 
 def depth(layers: int) -> Recipe:
