@@ -156,13 +156,12 @@ class Grid:
     def float_levels(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
         """The same as floats, for a product."""
         kernel = kernels.twin_of(stored)
-        if kernel is not None and not stored.is_cuda:
-            return kernel.float_levels(stored, self.memory_bits) if self.memory and dtype is torch.float32 else \
-                self.levels(stored).to(dtype)
-        if kernel is None:
-            return self.levels(stored).to(dtype)
-        return kernel.float_levels(stored, self.columns, dtype, packed_width=0 if self.memory else field_bits(self.bits),
-                                   top_level=largest_level(self.bits), memory_bits=self.memory_bits)
+        if kernel is not None and stored.is_cuda:
+            return kernel.float_levels(stored, self.columns, dtype, packed_width=0 if self.memory else field_bits(self.bits),
+                                       top_level=largest_level(self.bits), memory_bits=self.memory_bits)
+        if kernel is not None and self.memory and dtype is torch.float32:
+            return kernel.float_levels(stored, self.memory_bits)
+        return self.levels(stored).to(dtype)
 
 
 # ---------------------------------------------------------------------------------------------------- where weights start

@@ -121,7 +121,7 @@ def quantize_by_stream(values: Tensor,  # (n, features) float
 
 
 def _int32_product(delta: Tensor, x: Tensor) -> Tensor:
-    """delta^T · x on int8 tensor cores. Without Triton by cuBLAS, which wants sizes in multiples of 8 and more than 16 rows:
+    """delta^T · x by a kernel. On a GPU without Triton by cuBLAS, which wants sizes in multiples of 8 and more than 16 rows:
     pad with zeros."""
     kernel = kernels.twin_of(x)
     if kernel is not None:
@@ -144,23 +144,22 @@ def tally(x: Tensor,  # (n, in) int8
           largest: int) -> Tensor:  # (out, in) int32, or int64 where int32 could overflow
     """The votes: delta^T · x, exact for any number of tokens.
 
-    A float32 product of small integers is exact while its sums stay below 2^24, and on the CPU it is many times faster
-    than an integer one; on CUDA int8 tensor cores sum in int32.
+    Kernels sum in int32. A float32 product of small integers is exact while its sums stay below 2^24, and on a CPU without
+    kernels it is many times faster than torch's integer one.
     """
     tokens = x.shape[0]
     on_cuda = x.device.type == "cuda"
-    at_once = (2**31 - 1 if on_cuda else 2**24) // largest**2
+    in_int32 = on_cuda or kernels.twin_of(x) is not None
+    at_once = (2**31 - 1 if in_int32 else 2**24) // largest**2
     if on_cuda:
         at_once = at_once // 8 * 8
     dtype = torch.int64 if tokens * largest**2 >= 2**31 else torch.int32
-    native = None if on_cuda else kernels.twin_of(x)
     votes: Tensor | None = None
     for start in range(0, tokens, at_once):
         some_x, some_delta = x[start : start + at_once], delta[start : start + at_once]
         with torch.autocast(x.device.type, enabled=False):  # backward may run inside one, and bf16 sums are not exact
-            part = _int32_product(some_delta, some_x) if on_cuda else some_delta.float().t() @ some_x.float()
-        whole = native.as_int32(part) if native is not None and dtype is torch.int32 else part.to(dtype)
-        votes = whole if votes is None else votes.add_(whole)
+            part = _int32_product(some_delta, some_x) if in_int32 else some_delta.float().t() @ some_x.float()
+        votes = part.to(dtype) if votes is None else votes.add_(part.to(dtype))
     return x.new_zeros(delta.shape[1], x.shape[1], dtype=dtype) if votes is None else votes
 
 
