@@ -230,7 +230,7 @@ def move(weight: Tensor, ballot: Ballot, call: int, *, lr: float | Tensor, rule:
         bounds = rules.topk_bounds(votes, lr, ballot.ceiling if weight.is_cuda else None)
     elif isinstance(lr, Tensor) or lr > 0:
         levels = rules.levels_a_step(weight.read_scale(), grid.bits, grid.columns)  # type: ignore[attr-defined]
-        factors = rules.rounding_factors(votes, lr, grid.resolution, levels)
+        factors = rules.rounding_factors(votes, lr, grid.resolution, levels, ballot.ceiling)
     if bounds is None and factors is None:
         return flips
     stream, follow = ballot.stream(0, call), rules.follow_of(inertia)

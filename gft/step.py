@@ -115,17 +115,21 @@ class Rounding(NamedTuple):
     cap: float | Tensor  # on the device if lr is
 
 
-def _squares(votes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums of beta² by row and by column in int64, and the shift that was taken off |beta| to fit them.
+def square_shift(ceiling: int, rows: int, columns: int) -> int:
+    """Bits to take off |beta| <= ceiling, so that the squares of a row or a column add up in int64."""
+    return max(0, -(-(2 * ceiling.bit_length() + max(rows, columns).bit_length() - 63) // 2))
 
-    With |beta| < 2^15 a square fits int32 and 2^33 of them fit int64. Integer sums do not depend on their order.
-    """
-    largest = votes.abs().max().to(torch.int64)
-    powers = 1 << torch.arange(15, 63, dtype=torch.int64, device=votes.device)
-    shift = (largest >= powers).sum()  # bits of |beta| beyond the 15th, counted without a logarithm
-    small = (votes >> shift.to(votes.dtype)).to(torch.int32)
-    squares = small * small
-    return squares.sum(1, dtype=torch.int64), squares.sum(0, dtype=torch.int64), shift
+
+def _squares(votes: Tensor, shift: int) -> tuple[Tensor, Tensor]:
+    """Sums of (beta >> shift)² by row and by column, int64. Integer sums do not depend on their order."""
+    squares = (votes >> shift).to(torch.int64).square_()
+    return squares.sum(1), squares.sum(0)
+
+
+def _sum_as_double(numbers: Tensor) -> Tensor:
+    """The sum of int64 >= 0, which int64 may not hold: in two halves, each exact, and rounded once."""
+    high, low = (numbers >> 32).sum(), (numbers & 0xFFFFFFFF).sum()
+    return (high + (low >> 32)).double() * 2.0**32 + (low & 0xFFFFFFFF).double()
 
 
 REFERENCE_INPUTS = 128  # at which, in a layer that passes variance on, lr is the rms move in levels of a 4-bit grid
@@ -147,22 +151,25 @@ def levels_a_step(scale: float, bits: int, inputs: int) -> float:
 def rounding_factors(votes: Tensor,  # (out, in)
                      lr: float | Tensor,  # a number, or one on the device
                      resolution: int,  # of a level
-                     levels: float = 1.0) -> Rounding:  # the rms move of a weight at lr = 1
+                     levels: float = 1.0,  # the rms move of a weight at lr = 1
+                     ceiling: int | None = None) -> Rounding:  # what no |beta| exceeds; None: it is looked up
     """1/sqrt of row and column mean squares, as the two float factors of every move."""
     # The product of two float32, so that a lr on the device gives the same bits.
     gain = torch.as_tensor(lr, dtype=torch.float32) * torch.tensor(levels * resolution * ONE, dtype=torch.float32).item()
     gain = gain if votes.is_cuda and gain.is_cuda else gain.item()
+    if ceiling is None:
+        ceiling = int(votes.abs().max()) if votes.numel() else 0
+    shift = square_shift(ceiling, *votes.shape)
     kernel = kernels.twin_of(votes)
     if kernel is not None and votes.numel() and votes.dtype in (torch.int32, torch.int64):
-        row, column = kernel.rounding_factors(votes, gain)
+        row, column = kernel.rounding_factors(votes, gain, shift)
         return Rounding(row, column, CLIP * gain)
-    return _factors(votes, gain)
+    return _factors(votes, gain, shift)
 
 
-def _factors(votes: Tensor, gain: float | Tensor) -> Rounding:
+def _factors(votes: Tensor, gain: float | Tensor, shift: int) -> Rounding:
     """The definition of `rounding_factors`."""
-    row, column, shift = _squares(votes)
-    total = row.sum().double()
+    row, column = _squares(votes, shift)
     out, features = votes.shape
 
     def inverse_rms(sums: Tensor, count: int) -> Tensor:
@@ -170,7 +177,7 @@ def _factors(votes: Tensor, gain: float | Tensor) -> Rounding:
         rms = (sums.double() / count).sqrt()
         return torch.where(sums > 0, 1.0 / rms, 0.0)
 
-    overall = (total / max(out * features, 1)).sqrt() / (1 << shift).double()
+    overall = (_sum_as_double(row) / max(out * features, 1)).sqrt() / 2.0**shift
     row_factor = (inverse_rms(row, features) * overall * gain).float()
     return Rounding(row_factor[:, None], inverse_rms(column, out).float()[None, :], CLIP * gain)
 

@@ -101,7 +101,8 @@ class Quantized(NamedTuple):
 def quantize_by_stream(values: Tensor,  # (n, features) float
                        vote: str,
                        rms: Tensor | None,  # (features,); None: that of `values` itself
-                       stream: Stream) -> Quantized:
+                       stream: Stream,
+                       factors: Tensor | None = None) -> Quantized:  # fixed_point_factor of rms, if it is there already
     """`quantize` with the noise of a stream, and what else is asked of the values; in one kernel where there is one."""
     if vote == "sign":
         return Quantized(quantize(values, vote), None, (~torch.isfinite(values)).sum())
@@ -111,8 +112,8 @@ def quantize_by_stream(values: Tensor,  # (n, features) float
         assert square is not None
         rms = square.sqrt()
     if kernel is not None:
-        return Quantized(*kernel.quantize(values, rms, unit=code.unit, smallest_rms=SMALLEST_RMS, largest=code.largest,
-                                          largest_squared=LARGEST_SQUARED, **stream))
+        factors = fixed_point_factor(code, rms) if factors is None else factors
+        return Quantized(*kernel.quantize(values, factors, largest=code.largest, largest_squared=LARGEST_SQUARED, **stream))
     q = quantize(values, vote, rms, noise16(values.numel(), **stream, device=values.device))
     return Quantized(q, square, (~torch.isfinite(values)).sum())
 
@@ -201,6 +202,7 @@ class Ballot:
     voices: int = 0  # samples that spoke: tokens, or sequences
     batches: int = 0  # backward passes since the last step
     squares: dict[str, Tensor] = field(default_factory=dict)  # sums of mean squares since the last step
+    factors: dict[tuple[str, str], Tensor] = field(default_factory=dict)  # fixed_point_factor by rms and kind of vote
     on_votes: Callable[[Tensor], None] | None = None  # called with the weight after each backward pass
     not_finite: Tensor | None = None  # how many values of delta were NaN or inf, ever (a count on the device)
 
@@ -232,7 +234,8 @@ class Ballot:
 
     def quantize_x(self, x: Tensor, sequence: int, call: int) -> Quantized:
         """x is (n, in) float. `sequence`: tokens that make one sample."""
-        return quantize_by_stream(x, self.vote_for(sequence), self.x_rms, self.stream(1, call))
+        vote = self.vote_for(sequence)
+        return quantize_by_stream(x, vote, self.x_rms, self.stream(1, call), self._factors("x_rms", vote))
 
     def cast(self, pieces: Pieces, x_square: Tensor | None,
              delta: Tensor,  # (voters, out) float
@@ -240,8 +243,9 @@ class Ballot:
              sequence: int,
              levels: Tensor | None = None) -> None:  # (out, in), for the literal mask
         """Add the votes of one backward pass. `pieces` pairs the quantized delta with the x each row of it voted on."""
-        stream = self.stream(2, self.call)
-        q, delta_square, bad = quantize_by_stream(delta, self.vote_for(sequence), self.delta_rms, stream)
+        vote = self.vote_for(sequence)
+        q, delta_square, bad = quantize_by_stream(delta, vote, self.delta_rms, self.stream(2, self.call),
+                                                  self._factors("delta_rms", vote))
         self.not_finite = bad if self.not_finite is None else self.not_finite.add_(bad)
         self._remember("x_rms", x_square)
         self._remember("delta_rms", delta_square)
@@ -270,6 +274,15 @@ class Ballot:
         votes = tally(x, delta, self.code.largest)
         return votes, tally(x.abs(), delta.abs(), self.code.largest) if self.mask == "literal" else None
 
+    def _factors(self, which: str, vote: str) -> Tensor | None:
+        """The factors of a running rms, made once and renewed with it."""
+        rms = getattr(self, which)
+        if rms is None or vote == "sign":
+            return None
+        if (which, vote) not in self.factors:
+            self.factors[which, vote] = fixed_point_factor(CODES[vote], rms)
+        return self.factors[which, vote]
+
     def _remember(self, which: str, square: Tensor | None) -> None:
         if square is not None:
             if getattr(self, which) is None:
@@ -293,6 +306,12 @@ def renew(ballots: Sequence[Ballot]) -> None:
             # All layers in one launch or two, where there are launches.
             mixed = torch._foreach_lerp(fresh, torch._foreach_mul(running, running), RMS_DECAY)  # type: ignore[arg-type]
             torch._foreach_copy_(running, torch._foreach_sqrt(mixed))
+        kept = [(factors, getattr(ballot, which), CODES[vote].unit) for ballot in speaking
+                for (name, vote), factors in ballot.factors.items() if name == which]
+        if kept:  # fixed_point_factor
+            factors, running, units = (list(each) for each in zip(*kept, strict=True))
+            inverse = torch._foreach_reciprocal(torch._foreach_clamp_min(running, SMALLEST_RMS))
+            torch._foreach_copy_(factors, torch._foreach_mul(inverse, units))
     for ballot in ballots:
         ballot.discard()
 

@@ -27,7 +27,8 @@ def twin(request):
 
 
 SHAPES = [pytest.param((1, 64), id="row"), pytest.param((63, 65), id="odd"), pytest.param((130, 257), id="blocks")]
-TOKENS = [*SHAPES, pytest.param((131, 72), id="eights"), pytest.param((1029, 8), id="chunks")]
+TOKENS = [*SHAPES, pytest.param((131, 72), id="eights"), pytest.param((256, 128), id="even"),
+          pytest.param((1029, 8), id="chunks")]
 STREAM = {"seed": 2**63 + 5, "step": 77, "stream": 4, "call": 2}
 FORMS = [pytest.param(2, False, id="2bit-packed"), pytest.param(2, True, id="2bit-memory"),
          pytest.param(3, False, id="3bit-packed"), pytest.param(4, True, id="4bit-memory"),
@@ -51,9 +52,8 @@ def test_quantize_kernel_equals_definition(twin, shape, kind):
     rms[5] = 0
     expected = vote.quantize(x, kind, rms, philox.noise16(x.numel(), **STREAM))
     code = vote.CODES[kind]
-    got, square, not_finite = kernel.quantize(x.to(device), rms.to(device), unit=code.unit, largest=code.largest,
-                                              smallest_rms=vote.SMALLEST_RMS, largest_squared=vote.LARGEST_SQUARED,
-                                              **STREAM)
+    got, square, not_finite = kernel.quantize(x.to(device), vote.fixed_point_factor(code, rms.to(device)),
+                                              largest=code.largest, largest_squared=vote.LARGEST_SQUARED, **STREAM)
     assert torch.equal(got.cpu(), expected)
     assert expected.any()
     torch.testing.assert_close(square.cpu(), vote.mean_square(x), rtol=1e-5, atol=0)
@@ -73,7 +73,8 @@ def test_move_kernel_equals_definition(twin, shape, bits, memory, rule, dtype):
     noise = philox.noise16(votes.numel(), **STREAM).view(shape)
     old = grid.values(stored)
     if rule == "rounding":
-        factors = step._factors(votes, 0.5 * grid.resolution * 65536)
+        shift = step.square_shift(int(votes.abs().max()), *shape)
+        factors = step._factors(votes, 0.5 * grid.resolution * 65536, shift)
         new = step.rounding(old, votes, noise, factors, grid.limit, grid.memory_bits, follow=90)
         settings = {"row": factors.row.to(device), "column": factors.column.to(device), "cap": factors.cap}
     else:
@@ -98,8 +99,10 @@ def test_rounding_factors_kernel_equals_definition(twin, shape, dtype, silent):
     if silent:
         votes[0] = votes[:, 3] = 0
     gain = 0.3125 * 8 * 65536  # a float32
-    expected = step._factors(votes, gain)
-    row, column = kernel.rounding_factors(votes.to(device), gain)
+    shift = step.square_shift(int(votes.abs().max()), *shape)
+    assert (shift > 0) == (dtype is torch.int64 and bool(votes.any()))
+    expected = step._factors(votes, gain, shift)
+    row, column = kernel.rounding_factors(votes.to(device), gain, shift)
     assert torch.equal(row.cpu(), expected.row)
     assert torch.equal(column.cpu(), expected.column)
     assert (expected.row == 0).any() == silent
@@ -113,14 +116,14 @@ def test_c_kernels_give_the_same_whatever_the_threads(threads, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     x = torch.randn(300, 77, generator=torch.Generator().manual_seed(3))
     code = vote.CODES["int8"]
-    q, square, _ = native.quantize(x, torch.ones(77), unit=code.unit, largest=127, smallest_rms=1e-30, largest_squared=1e15,
+    q, square, _ = native.quantize(x, vote.fixed_point_factor(code, torch.ones(77)), largest=127, largest_squared=1e15,
                                    **STREAM)
     assert torch.equal(q, vote.quantize(x, "int8", torch.ones(77), philox.noise16(x.numel(), **STREAM)))
     sums = torch.stack([piece.double().square().sum(0) for piece in x.split(native.ROWS_OF_SQUARES)]).sum(0)
     assert torch.equal(square, (sums / 300).float())
     votes, grid = random_votes((131, 77), torch.int32), Grid(2, 131, 77, memory=False)
-    factors = step._factors(votes, 32768.0)
-    assert all(torch.equal(*pair) for pair in zip(native.rounding_factors(votes, 32768.0), factors[:2], strict=True))
+    factors = step._factors(votes, 32768.0, 2)
+    assert all(torch.equal(*pair) for pair in zip(native.rounding_factors(votes, 32768.0, 2), factors[:2], strict=True))
     stored = grid.store(torch.randint(-1, 2, (131, 77), generator=torch.Generator().manual_seed(2)))
     new = step.rounding(grid.values(stored), votes, philox.noise16(votes.numel(), **STREAM).view(131, 77), factors, 1)
     flips = native.move(stored, votes, 77, packed_width=2, top_level=1, memory_bits=0, follow=256, **factors._asdict(),
@@ -256,7 +259,7 @@ def test_numbers_on_the_device_give_the_same_bits(fused):
     wide = {"packed_width": 0, "top_level": 7, "memory_bits": 4, "follow": 90}
 
     def moved(gain, cap, number):
-        row, column = fused.rounding_factors(votes.to(DEVICE), gain)
+        row, column = fused.rounding_factors(votes.to(DEVICE), gain, 0)
         new = stored.clone().to(DEVICE)
         fused.move(new, votes.to(DEVICE), 65, **wide, row=row, column=column, cap=cap, **(STREAM | {"step": number}))
         return new.cpu()
@@ -300,7 +303,7 @@ def test_c_move_equals_definition_over_several_blocks(c, bits, memory, gain):
     shape = (3, 4101)
     grid, top, votes = Grid(bits, *shape, memory), largest_level(bits), random_votes(shape, torch.int32)
     old = torch.randint(-grid.limit, grid.limit + 1, shape, generator=torch.Generator().manual_seed(2)).to(torch.int8)
-    stored, factors = grid.from_values(old.clone()), step._factors(votes, gain)
+    stored, factors = grid.from_values(old.clone()), step._factors(votes, gain, 0)
     new = step.rounding(old, votes, philox.noise16(votes.numel(), **STREAM).view(shape), factors, grid.limit,
                         grid.memory_bits, follow=90)
     flips = c.move(stored, votes, shape[1], packed_width=0 if memory else field_bits(bits), top_level=top,
@@ -309,12 +312,14 @@ def test_c_move_equals_definition_over_several_blocks(c, bits, memory, gain):
     assert int(flips) == int((grid.value_levels(new) != grid.value_levels(old)).sum()) > 0
 
 
-@pytest.mark.parametrize("size", [2**15 - 1, 2**15, 2**30], ids=["largest without a shift", "shift of 1", "shift of 16"])
+@pytest.mark.parametrize("size", [2**16 - 1, 2**16, 2**30], ids=["squares fit 32 bits", "squares do not", "with a shift"])
 def test_c_rounding_factors_equal_definition_for_large_votes(c, size):
     votes = random_votes((5, 4101), torch.int32).clamp(-size, size)
     votes[2, 3], votes[4, 4100] = size, -size
-    expected = step._factors(votes, 32768.0)
-    assert all(torch.equal(*pair) for pair in zip(c.rounding_factors(votes, 32768.0), expected[:2], strict=True))
+    shift = step.square_shift(size, 5, 4101)
+    assert (shift > 0) == (size == 2**30)
+    expected = step._factors(votes, 32768.0, shift)
+    assert all(torch.equal(*pair) for pair in zip(c.rounding_factors(votes, 32768.0, shift), expected[:2], strict=True))
 
 
 def test_c_float_levels_lie_in_kept_memory_only_once(c, monkeypatch):

@@ -197,6 +197,19 @@ def test_rounding_leaves_silent_rows_columns_and_layers_alone():
     assert torch.equal(new, values)
 
 
+@pytest.mark.parametrize("ceiling", [1, 2**20, 2**26, 2**31 - 1, 2**45])
+@pytest.mark.parametrize("shape", [(1, 5), (4, 70000)], ids=str)
+def test_squares_of_the_largest_votes_fit(ceiling, shape):
+    """And no more bits are taken off than need be; the sum of all is right also where int64 cannot hold it."""
+    shift = step.square_shift(ceiling, *shape)
+    votes = torch.full(shape, ceiling, dtype=torch.int64)
+    row, column = step._squares(votes, shift)
+    assert row.tolist() == [(ceiling >> shift) ** 2 * shape[1]] * shape[0]
+    assert column.tolist() == [(ceiling >> shift) ** 2 * shape[0]] * shape[1]
+    assert float(step._sum_as_double(row)) == pytest.approx(float((ceiling >> shift) ** 2 * shape[0] * shape[1]), rel=1e-15)
+    assert shift == 0 or (2 ** ceiling.bit_length() >> (shift - 1)) ** 2 * 2 ** max(shape).bit_length() > 2**63
+
+
 def test_levels_a_step_measures_a_move_in_weights_not_in_levels():
     for bits in range(2, 9):
         for inputs, growth in ((9, 1.0), (128, 1.0), (512, 2.0)):

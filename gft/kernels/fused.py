@@ -11,6 +11,7 @@ from torch import Tensor
 
 # Tokens × features a program rounds at once, and how often it does so: it writes one partial sum of squares in all.
 TILE_TOKENS, TILE_FEATURES, TILES = 64, 64, 2
+SQUARES_ROWS, SQUARES_COLUMNS, MOST_TILES = 32, 128, 8  # votes squared at once, and how often one after the other
 MOVE_AT_ONCE, MOST_COLUMNS = 4096, 1024  # weights a program moves at once, and how many of a row at most
 # The votes' product: tokens a step of its loop, programs that fill a GPU (two a multiprocessor), tokens worth a program.
 TILE_K, PROGRAMS, LEAST_TOKENS_A_SPLIT = 128, 264, 512
@@ -28,11 +29,25 @@ def _noise16(element, seed, step, stream, call):
 
 
 @triton.jit
+def _high_and_low(word, multiplier: tl.constexpr):
+    """The two halves of a 32 × 32 -> 64-bit product, which is one instruction."""
+    product = word.to(tl.uint64) * multiplier
+    return (product >> 32).to(tl.uint32), product.to(tl.uint32)
+
+
+@triton.jit
 def _philox(counter, seed, step, stream, call):
-    c0 = counter.to(tl.uint32)
-    zero = c0 * 0
-    return tl.philox(seed, c0, zero + call.to(tl.uint32), zero + tl.load(step).to(tl.uint32),
-                     zero + stream.to(tl.uint32))
+    """philox.philox: four words a counter. tl.philox gives the same, but takes its products in two instructions each."""
+    c0, zero = counter.to(tl.uint32), counter.to(tl.uint32) * 0
+    c1, c2, c3 = zero + call.to(tl.uint32), zero + tl.load(step).to(tl.uint32), zero + stream.to(tl.uint32)
+    key = seed.to(tl.uint64)
+    k0, k1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
+    for _ in tl.static_range(10):
+        high_0, low_0 = _high_and_low(c0, 0xD2511F53)
+        high_1, low_1 = _high_and_low(c2, 0xCD9E8D57)
+        c0, c1, c2, c3 = high_1 ^ c1 ^ k0, low_1, high_0 ^ c3 ^ k1, low_0
+        k0, k1 = k0 + 0x9E3779B9, k1 + 0xBB67AE85
+    return c0, c1, c2, c3
 
 
 @triton.jit
@@ -53,45 +68,80 @@ def _on_device(step: int | Tensor, like: Tensor) -> Tensor:
     return step.to(like.device) if isinstance(step, Tensor) else torch.tensor(step, device=like.device)
 
 
-@triton.jit(do_not_specialize=STREAM)
-def _quantize_kernel(values, rms, out, squares, not_finite, tokens, features, unit, smallest_rms, largest_square, top,
-                     seed, step, stream, call,
-                     BY_EIGHTS: tl.constexpr, TOKENS: tl.constexpr, FEATURES: tl.constexpr, TILES: tl.constexpr):
-    chunk, feature_block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    column = feature_block * FEATURES + tl.arange(0, FEATURES)
-    inside = column < features
-    # A reciprocal, then a product, each rounded once: vote.fixed_point_factor.
-    scale = tl.div_rn(1.0, tl.maximum(tl.load(rms + column, mask=inside, other=1.0), smallest_rms)) * unit
+@triton.jit
+def _rounded(value, factor, noise, top):
+    fixed = tl.minimum(tl.maximum(value * factor, -top), top).to(tl.int32)
+    return ((fixed + noise) >> 16).to(tl.int8)
+
+
+@triton.jit
+def _noise_of_tile(first, row, column, feature_block, features, seed, step, stream, call, BY_EIGHTS: tl.constexpr,
+                   FEATURES: tl.constexpr):
+    if BY_EIGHTS:
+        eighth = feature_block * (FEATURES // 8) + tl.arange(0, FEATURES // 8)
+        counter = (first * (features // 8)).to(tl.uint32) + (row[:, None] * (features // 8) + eighth[None, :]).to(tl.uint32)
+        return _noise16_by_eights(counter, seed, step, stream, call)
+    return _noise16((first + row)[:, None] * features + column[None, :], seed, step, stream, call)
+
+
+@triton.jit
+def _with_care(source, target, factor, first, column, feature_block, tokens, features, top, largest_square,
+               seed, step, stream, call, BY_EIGHTS: tl.constexpr, TOKENS: tl.constexpr, FEATURES: tl.constexpr,
+               TILES: tl.constexpr):
+    """What is NaN or inf becomes 0 and is counted; large squares are bounded."""
     total = tl.zeros((TOKENS, FEATURES), tl.float32)
     bad = tl.zeros((TOKENS, FEATURES), tl.int32)
-    for tile in tl.static_range(TILES):
-        row = (chunk * TILES + tile) * TOKENS + tl.arange(0, TOKENS)
-        live = (row < tokens)[:, None] & inside[None, :]
-        element = row[:, None] * features + column[None, :]
-        value = tl.load(values + element, mask=live, other=0.0).to(tl.float32)
+    for tile in range(TILES):
+        row = tile * TOKENS + tl.arange(0, TOKENS)
+        live = (row < tokens - first)[:, None] & (column < features)[None, :]
+        value = tl.load(source + row[:, None] * features + column[None, :], mask=live, other=0.0).to(tl.float32)
         finite = tl.abs(value) < float("inf")  # not so for NaN
-        value = tl.where(finite, value, 0.0)
         bad += (finite == 0).to(tl.int32)
-        if BY_EIGHTS:
-            eighth = feature_block * (FEATURES // 8) + tl.arange(0, FEATURES // 8)
-            noise = _noise16_by_eights(row[:, None] * (features // 8) + eighth[None, :], seed, step, stream, call)
-        else:
-            noise = _noise16(element, seed, step, stream, call)
-        fixed = tl.minimum(tl.maximum(value * scale[None, :], -top), top).to(tl.int32)
-        q = ((fixed + noise) >> 16).to(tl.int8)
-        # Tokens last: the votes are a product over tokens, and int8 tensor cores want those side by side.
-        place = column.to(tl.int64)[:, None] * tokens + row[None, :]
-        tl.store(out + place, tl.trans(q), mask=tl.trans(live))
+        value = tl.where(finite, value, 0.0)
+        noise = _noise_of_tile(first, row, column, feature_block, features, seed, step, stream, call, BY_EIGHTS, FEATURES)
+        tl.store(target + row[None, :], tl.trans(_rounded(value, factor, noise, top)), mask=tl.trans(live))
         total += tl.minimum(value * value, largest_square)
-    tl.store(squares + chunk * features + column, tl.sum(total, 0), mask=inside)
-    how_many = tl.sum(bad)
-    if how_many > 0:
-        tl.atomic_add(not_finite, how_many.to(tl.int64))
+    return tl.sum(total, 0), tl.sum(bad)
 
 
-@triton.jit(do_not_specialize=["chunks", "tokens"])
-def _mean_kernel(squares, mean, chunks, tokens, features, CHUNKS: tl.constexpr, FEATURES: tl.constexpr):
-    """The chunks' sums of squares, added in a fixed order."""
+@triton.jit(do_not_specialize=STREAM)
+def _quantize_kernel(values, factors, out, squares, not_finite, tokens, features, top, largest_square,
+                     seed, step, stream, call,
+                     EVEN: tl.constexpr, BY_EIGHTS: tl.constexpr, TOKENS: tl.constexpr, FEATURES: tl.constexpr,
+                     TILES: tl.constexpr):
+    chunk, feature_block = tl.program_id(0), tl.program_id(1)
+    column = feature_block * FEATURES + tl.arange(0, FEATURES)
+    inside = column < features
+    factor = tl.load(factors + column, mask=inside, other=0.0)[None, :]
+    first = chunk.to(tl.int64) * (TILES * TOKENS)
+    # Tokens last: the votes are a product over tokens, and int8 tensor cores want those side by side.
+    source, target = values + first * features, out + column.to(tl.int64)[:, None] * tokens + first
+    total = tl.zeros((TOKENS, FEATURES), tl.float32)
+    for tile in tl.static_range(TILES):
+        row = tile * TOKENS + tl.arange(0, TOKENS)
+        live = None if EVEN else (row < tokens - first)[:, None] & inside[None, :]
+        value = tl.load(source + row[:, None] * features + column[None, :], mask=live).to(tl.float32)
+        if not EVEN:
+            value = tl.where(live, value, 0.0)
+        noise = _noise_of_tile(first, row, column, feature_block, features, seed, step, stream, call, BY_EIGHTS, FEATURES)
+        q = _rounded(value, factor, noise, top)
+        tl.store(target + row[None, :], tl.trans(q), mask=None if EVEN else tl.trans(live))
+        total += value * value
+    sums = tl.sum(total, 0)
+    bad = tl.sum((sums < 0).to(tl.int32))  # none
+    # A sum beyond the bound, or none at all, tells of a value that is NaN, inf or too large to be squared: once more, with
+    # care. Elsewhere, which is next to always, the care would take a third of the time.
+    if tl.sum((sums <= largest_square).to(tl.int32)) < FEATURES:
+        sums, bad = _with_care(source, target, factor, first, column, feature_block, tokens, features, top, largest_square,
+                               seed, step, stream, call, BY_EIGHTS, TOKENS, FEATURES, TILES)
+    tl.store(squares + chunk * features + column, sums, mask=inside)
+    tl.store(not_finite + chunk * tl.num_programs(1) + feature_block, bad)
+
+
+@triton.jit(do_not_specialize=["chunks", "tokens", "programs"])
+def _mean_kernel(squares, not_finite, mean, bad, chunks, tokens, programs, features,
+                 CHUNKS: tl.constexpr, FEATURES: tl.constexpr):
+    """The chunks' sums of squares, added in a fixed order; and how many values were not finite."""
     column = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
     total = tl.zeros((CHUNKS, FEATURES), tl.float32)
     for first in range(0, chunks, CHUNKS):
@@ -99,13 +149,18 @@ def _mean_kernel(squares, mean, chunks, tokens, features, CHUNKS: tl.constexpr, 
         live = (chunk < chunks)[:, None] & (column < features)[None, :]
         total += tl.load(squares + chunk[:, None] * features + column[None, :], mask=live, other=0.0)
     tl.store(mean + column, tl.sum(total, 0) / tokens, mask=column < features)
+    if tl.program_id(0) == 0:
+        count = tl.zeros((1024,), tl.int64)
+        for first in range(0, programs, 1024):
+            program = first + tl.arange(0, 1024)
+            count += tl.load(not_finite + program, mask=program < programs, other=0)
+        tl.store(bad, tl.sum(count))
 
 
 def quantize(values: Tensor,  # (n, features) float
-             rms: Tensor,  # (features,) float32
+             factors: Tensor,  # (features,) float32: what one is worth, in 1/65536 of q
              *,
-             unit: float,  # what one rms is worth, in 1/65536 of q
-             smallest_rms: float, largest: int, largest_squared: float,
+             largest: int, largest_squared: float,
              seed: int, step: int | Tensor, stream: int, call: int) -> tuple[Tensor, Tensor, Tensor]:
     """vote.quantize with the noise of philox.noise16, vote.mean_square, and how many values were NaN or inf.
 
@@ -114,20 +169,20 @@ def quantize(values: Tensor,  # (n, features) float
     values = values.contiguous()
     tokens, features = values.shape
     out = torch.empty(features, tokens, dtype=torch.int8, device=values.device)
-    chunks = triton.cdiv(tokens, TILE_TOKENS * TILES)
-    squares = torch.empty(chunks, features, dtype=torch.float32, device=values.device)
-    mean = torch.empty(features, dtype=torch.float32, device=values.device)
-    not_finite = torch.zeros((), dtype=torch.int64, device=values.device)
-    if values.numel():
-        with torch.cuda.device_of(values):  # Triton launches on the current device, not on the tensor's
-            _quantize_kernel[(chunks, triton.cdiv(features, TILE_FEATURES))](
-                values, rms, out, squares, not_finite, tokens, features, unit, smallest_rms, largest_squared**2,
-                float(largest * 65536), seed, _on_device(step, values), stream, call,
-                BY_EIGHTS=features % 8 == 0, TOKENS=TILE_TOKENS, FEATURES=TILE_FEATURES, TILES=TILES, num_warps=4)
-            _mean_kernel[(triton.cdiv(features, 16),)](squares, mean, chunks, tokens, features, CHUNKS=128, FEATURES=16)
-    else:
-        mean.zero_()
-    return out.t(), mean, not_finite
+    if not values.numel():
+        return out.t(), factors.new_zeros(features), factors.new_zeros((), dtype=torch.int64)
+    mean, bad = factors.new_empty(features), factors.new_empty((), dtype=torch.int64)
+    grid = triton.cdiv(tokens, TILE_TOKENS * TILES), triton.cdiv(features, TILE_FEATURES)
+    squares, not_finite = factors.new_empty(grid[0], features), factors.new_empty(grid, dtype=torch.int32)
+    even = tokens % (TILE_TOKENS * TILES) == 0 and features % TILE_FEATURES == 0
+    with torch.cuda.device_of(values):  # Triton launches on the current device, not on the tensor's
+        _quantize_kernel[grid](
+            values, factors, out, squares, not_finite, tokens, features, float(largest * 65536), largest_squared**2,
+            seed, _on_device(step, values), stream, call,
+            EVEN=even, BY_EIGHTS=features % 8 == 0, TOKENS=TILE_TOKENS, FEATURES=TILE_FEATURES, TILES=TILES, num_warps=4)
+        _mean_kernel[(triton.cdiv(features, 16),)](squares, not_finite, mean, bad, grid[0], tokens, not_finite.numel(),
+                                                   features, CHUNKS=128, FEATURES=16)
+    return out.t(), mean, bad
 
 
 # ---------------------------------------------------------------------------------------------------- the votes
@@ -229,64 +284,53 @@ def float_levels(stored: Tensor,  # (rows, bytes) uint8 or (rows, columns) int8
 # ---------------------------------------------------------------------------------------------------- the step
 
 
-@triton.jit
-def _largest_kernel(votes, sums, count, BLOCK: tl.constexpr):
-    element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    size = tl.abs(tl.load(votes + element, mask=element < count, other=0).to(tl.int64))
-    tl.atomic_max(sums, tl.max(size, 0))
-
-
-@triton.jit
-def _shift(largest):
-    """Bits of the largest |vote| beyond the 15th."""
-    shift = largest * 0
-    for bit in tl.static_range(15, 63):
-        shift += ((largest >> bit) > 0).to(tl.int64)
-    return shift
-
-
-@triton.jit
-def _squares_kernel(votes, sums, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    shift = _shift(tl.load(sums))
+@triton.jit(do_not_specialize=["shift"])
+def _squares_kernel(votes, sums, rows, columns, shift, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr):
+    """sums: the total's high and low half, then rows, then columns. Integers are the same in whatever order atomics add."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    live = (row < rows)[:, None] & (column < columns)[None, :]
-    vote = tl.load(votes + row[:, None] * columns + column[None, :], mask=live, other=0)
-    small = (vote >> shift.to(vote.dtype)).to(tl.int32)
-    square = (small * small).to(tl.int64)
-    by_row = tl.sum(square, 1)
-    # Integer sums are the same in any order, so atomics are as good as any.
-    tl.atomic_add(sums + 1, tl.sum(by_row, 0))
-    tl.atomic_add(sums + 2 + row, by_row, mask=row < rows)
-    tl.atomic_add(sums + 2 + rows + column, tl.sum(square, 0), mask=column < columns)
+    by_row = tl.zeros((ROWS,), tl.int64)
+    for tile in range(TILES):
+        column = (tl.program_id(1) * TILES + tile) * COLUMNS + tl.arange(0, COLUMNS)
+        live = (row < rows)[:, None] & (column < columns)[None, :]
+        vote = tl.load(votes + row[:, None] * columns + column[None, :], mask=live, other=0)
+        small = (vote >> shift).to(tl.int32).to(tl.int64)
+        square = small * small
+        by_row += tl.sum(square, 1)
+        tl.atomic_add(sums + 2 + rows + column, tl.sum(square, 0), mask=column < columns, sem="relaxed")
+    tl.atomic_add(sums + 2 + row, by_row, mask=row < rows, sem="relaxed")
+    tl.atomic_add(sums, tl.sum(by_row >> 32, 0), sem="relaxed")
+    tl.atomic_add(sums + 1, tl.sum(by_row & 0xFFFFFFFF, 0), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["rows", "columns", "gain"])
-def _factors_kernel(sums, factors, rows, columns, gain, GAIN_ON_DEVICE: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["rows", "columns", "gain", "shift"])
+def _factors_kernel(sums, factors, rows, columns, gain, shift, GAIN_ON_DEVICE: tl.constexpr, BLOCK: tl.constexpr):
     if GAIN_ON_DEVICE:
         gain = tl.load(gain)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = place < rows + columns
     is_row = place < rows
-    total = tl.load(sums + 1).to(tl.float64)
+    high, low = tl.load(sums), tl.load(sums + 1)
+    total = (high + (low >> 32)).to(tl.float64) * 4294967296.0 + (low & 0xFFFFFFFF).to(tl.float64)
     count = rows.to(tl.int64) * columns
-    overall = tl.sqrt(total / count.to(tl.float64)) / (1 << _shift(tl.load(sums))).to(tl.float64)
+    overall = tl.sqrt(total / count.to(tl.float64)) / (shift.to(tl.int64) * 0 + 1 << shift).to(tl.float64)
     mean = tl.load(sums + 2 + place, mask=live, other=0).to(tl.float64) / tl.where(is_row, columns, rows).to(tl.float64)
     inverse = tl.where(mean > 0, 1.0 / tl.sqrt(tl.where(mean > 0, mean, 1.0)), 0.0)
     factor = tl.where(is_row, inverse * overall * gain, inverse)  # gain widens to float64
     tl.store(factors + place, factor.to(tl.float32), mask=live)
 
 
-def rounding_factors(votes: Tensor, gain: float | Tensor) -> tuple[Tensor, Tensor]:
+def rounding_factors(votes: Tensor, gain: float | Tensor, shift: int) -> tuple[Tensor, Tensor]:
     """step.rounding_factors: (out, 1) and (1, in) float32. `gain` must be a float32, or one on the device."""
     votes = votes.contiguous()
     rows, columns = votes.shape
-    sums = torch.zeros(2 + rows + columns, dtype=torch.int64, device=votes.device)  # largest, total, rows, columns
+    sums = torch.zeros(2 + rows + columns, dtype=torch.int64, device=votes.device)
     factors = torch.empty(rows + columns, dtype=torch.float32, device=votes.device)
+    # A program that goes on to the next tile saves atomics; but all of the GPU should have work.
+    tiles = max(1, min(MOST_TILES, votes.numel() // (PROGRAMS * SQUARES_ROWS * SQUARES_COLUMNS)))
+    grid = triton.cdiv(rows, SQUARES_ROWS), triton.cdiv(columns, SQUARES_COLUMNS * tiles)
     with torch.cuda.device_of(votes):
-        _largest_kernel[(triton.cdiv(votes.numel(), 4096),)](votes, sums, votes.numel(), BLOCK=4096)
-        _squares_kernel[(triton.cdiv(rows, 64), triton.cdiv(columns, 64))](votes, sums, rows, columns, ROWS=64, COLUMNS=64)
-        _factors_kernel[(triton.cdiv(rows + columns, 512),)](sums, factors, rows, columns, gain,
+        _squares_kernel[grid](votes, sums, rows, columns, shift, ROWS=SQUARES_ROWS, COLUMNS=SQUARES_COLUMNS, TILES=tiles)
+        _factors_kernel[(triton.cdiv(rows + columns, 512),)](sums, factors, rows, columns, gain, shift,
                                                             GAIN_ON_DEVICE=isinstance(gain, Tensor), BLOCK=512)
     return factors[:rows, None], factors[None, rows:]
 

@@ -5,6 +5,7 @@
  * written for the compiler to vectorise: over short arrays, in the narrowest type that holds the numbers, without branches.
  */
 #include <math.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 #if defined(__AVX2__)
@@ -266,28 +267,18 @@ int64_t gft_panel_columns(void) { return TILE_COLUMNS; }
 
 /* ------------------------------------------------------------------------------------------------ step._squares */
 
-/* Votes >> shift as int32. Returns the largest |vote|. */
-static uint64_t shifted(int32_t *small, const int32_t *votes, int count, int shift) {
+/* Votes >> shift, which fit int32. Returns the largest size among them. */
+static uint32_t shifted(int32_t *small, const int32_t *narrow, const int64_t *broad, int count, int shift) {
     uint32_t largest = 0;
     for (int i = 0; i < count; i++) {
-        uint32_t size = votes[i] < 0 ? 0u - (uint32_t)votes[i] : (uint32_t)votes[i];
+        small[i] = broad ? (int32_t)(broad[i] >> shift) : narrow[i] >> shift;
+        uint32_t size = small[i] < 0 ? 0u - (uint32_t)small[i] : (uint32_t)small[i];
         largest = size > largest ? size : largest;
-        small[i] = votes[i] >> shift;
     }
     return largest;
 }
 
-static uint64_t shifted_wide(int32_t *small, const int64_t *votes, int count, int shift) {
-    uint64_t largest = 0;
-    for (int i = 0; i < count; i++) {
-        uint64_t size = votes[i] < 0 ? 0u - (uint64_t)votes[i] : (uint64_t)votes[i];
-        largest = size > largest ? size : largest;
-        small[i] = (int32_t)(votes[i] >> shift);
-    }
-    return largest;
-}
-
-/* Squares are added to the sums of their columns, and summed up. */
+/* Squares are added to the sums of their columns, and summed up. Those that fit 32 bits are the faster. */
 static int64_t add_squares(int64_t *column_sums, const int32_t *small, int count) {
     int64_t total = 0;
     for (int i = 0; i < count; i++) {
@@ -298,32 +289,43 @@ static int64_t add_squares(int64_t *column_sums, const int32_t *small, int count
     return total;
 }
 
-/* Sums of squares of votes >> shift, written by row and added by column. Returns the largest |vote|: unless it is below
- * 2^(15 + shift) squares did not fit and the sums are wrong. Votes are int32, or int64 if `wide`. */
-uint64_t gft_squares(const void *votes, int wide, int64_t *row_sums, int64_t *column_sums, int64_t from, int64_t to,
-                     int64_t columns, int shift) {
-    uint64_t largest = 0;
+static int64_t add_large_squares(int64_t *column_sums, const int32_t *small, int count) {
+    int64_t total = 0;
+    for (int i = 0; i < count; i++) {
+        int64_t square = (int64_t)small[i] * small[i];
+        total += square;
+        column_sums[i] += square;
+    }
+    return total;
+}
+
+/* Sums of squares of votes >> shift, written by row and added by column. Votes are int32, or int64 if `wide`. */
+void gft_squares(const void *votes, int wide, int64_t *row_sums, int64_t *column_sums, int64_t from, int64_t to,
+                 int64_t columns, int shift) {
     for (int64_t row = from; row < to; row++) {
         row_sums[row] = 0;
         for (int64_t start = 0; start < columns; start += BLOCK) {
             int count = at_most(columns - start, BLOCK);
             int64_t at = row * columns + start;
             _Alignas(64) int32_t small[BLOCK];
-            uint64_t size = wide ? shifted_wide(small, (const int64_t *)votes + at, count, shift)
-                                 : shifted(small, (const int32_t *)votes + at, count, shift);
-            largest = size > largest ? size : largest;
-            row_sums[row] += add_squares(column_sums + start, small, count);
+            uint32_t largest = wide ? shifted(small, NULL, (const int64_t *)votes + at, count, shift)
+                                    : shifted(small, (const int32_t *)votes + at, NULL, count, shift);
+            row_sums[row] += largest < 1u << 16 ? add_squares(column_sums + start, small, count)
+                                                : add_large_squares(column_sums + start, small, count);
         }
     }
-    return largest;
 }
 
 /* step.rounding_factors from those sums. Division and square root of doubles are correctly rounded. */
 void gft_factors(const int64_t *row_sums, const int64_t *column_sums, int64_t rows, int64_t columns, int shift, float gain,
                  float *row_factor, float *column_factor) {
-    int64_t total = 0;
-    for (int64_t r = 0; r < rows; r++) total += row_sums[r];
-    double overall = sqrt((double)total / (double)(rows * columns)) / (double)((int64_t)1 << shift);
+    int64_t high = 0, low = 0; /* step._sum_as_double */
+    for (int64_t r = 0; r < rows; r++) {
+        high += row_sums[r] >> 32;
+        low += row_sums[r] & 0xFFFFFFFF;
+    }
+    double total = (double)(high + (low >> 32)) * 4294967296.0 + (double)(low & 0xFFFFFFFF);
+    double overall = sqrt(total / (double)(rows * columns)) / (double)((int64_t)1 << shift);
     for (int64_t r = 0; r < rows; r++) {
         double inverse = row_sums[r] > 0 ? 1.0 / sqrt((double)row_sums[r] / (double)columns) : 0.0;
         row_factor[r] = (float)(inverse * overall * (double)gain);

@@ -42,7 +42,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "gft_panel_columns": (LONG, []),
     "gft_pack_x": (None, [POINTER, POINTER, *[LONG] * 4]),
     "gft_votes": (None, [POINTER, POINTER, POINTER, *[LONG] * 5]),
-    "gft_squares": (ctypes.c_uint64, [POINTER, INT, POINTER, POINTER, LONG, LONG, LONG, INT]),
+    "gft_squares": (None, [POINTER, INT, POINTER, POINTER, LONG, LONG, LONG, INT]),
     "gft_factors": (None, [POINTER, POINTER, LONG, LONG, INT, FLOAT, POINTER, POINTER]),
     "gft_move": (LONG, [POINTER, POINTER, INT, POINTER, POINTER, FLOAT, INT, *[LONG] * 7, *[INT] * 4, *STREAM]),
 }
@@ -168,14 +168,12 @@ _scratch = _Scratch()
 
 
 def quantize(values: Tensor,  # (n, features) float
-             rms: Tensor,  # (features,) float32
+             factors: Tensor,  # (features,) float32: what one is worth, in 1/65536 of q
              *,
-             unit: float,  # what one rms is worth, in 1/65536 of q
-             smallest_rms: float, largest: int, largest_squared: float,
+             largest: int, largest_squared: float,
              seed: int, step: int, stream: int, call: int) -> tuple[Tensor, Tensor, Tensor]:
     """vote.quantize with the noise of philox.noise16, vote.mean_square, and how many values were NaN or inf."""
-    values, gft_quantize = values.float().contiguous(), _functions().gft_quantize
-    factor = (rms.clamp_min(smallest_rms).reciprocal() * unit).contiguous()  # vote.fixed_point_factor
+    values, factors, gft_quantize = values.float().contiguous(), factors.contiguous(), _functions().gft_quantize
     tokens, features = values.shape
     q = torch.empty(tokens, features, dtype=torch.int8)
     pieces = -(-tokens // ROWS_OF_SQUARES)
@@ -185,7 +183,7 @@ def quantize(values: Tensor,  # (n, features) float
     def work(start: int, stop: int) -> None:
         for first in range(start, stop, ROWS_OF_SQUARES):
             piece = first // ROWS_OF_SQUARES
-            gft_quantize(values.data_ptr(), factor.data_ptr(), q.data_ptr(), squares[piece].data_ptr(),
+            gft_quantize(values.data_ptr(), factors.data_ptr(), q.data_ptr(), squares[piece].data_ptr(),
                          not_finite[piece].data_ptr(), first, min(first + ROWS_OF_SQUARES, stop), features,
                          largest * 65536.0, largest_squared, seed, step, stream, call)
 
@@ -242,33 +240,23 @@ def _float_product(delta: Tensor, x: Tensor) -> Tensor:
     return votes
 
 
-def rounding_factors(votes: Tensor, gain: float) -> tuple[Tensor, Tensor]:
+def rounding_factors(votes: Tensor, gain: float, shift: int) -> tuple[Tensor, Tensor]:
     """step.rounding_factors: (out, 1) and (1, in) float32. `gain` must be a float32."""
-    votes = votes.contiguous()
+    votes, functions = votes.contiguous(), _functions()
     rows, columns = votes.shape
-    # With |vote| < 2^15, as most often, no shift is needed and one pass is enough.
-    by_row, by_column, largest = _sums_of_squares(votes, 0)
-    shift = max(largest.bit_length() - 15, 0)
-    if shift:
-        by_row, by_column, _ = _sums_of_squares(votes, shift)
-    row, column = (torch.empty(shape, dtype=torch.float32) for shape in ((rows, 1), (1, columns)))
-    _functions().gft_factors(by_row.data_ptr(), by_column.data_ptr(), rows, columns, shift, gain, row.data_ptr(),
-                             column.data_ptr())
-    return row, column
-
-
-def _sums_of_squares(votes: Tensor, shift: int) -> tuple[Tensor, Tensor, int]:
-    """Of votes >> shift by row and by column, and the largest |vote|."""
-    (rows, columns), gft_squares = votes.shape, _functions().gft_squares
     by_row = torch.empty(rows, dtype=torch.int64)
 
-    def work(start: int, stop: int) -> tuple[Tensor, int]:
+    def work(start: int, stop: int) -> Tensor:
         by_column = torch.zeros(columns, dtype=torch.int64)
-        return by_column, gft_squares(votes.data_ptr(), int(votes.dtype == torch.int64), by_row.data_ptr(),
-                                      by_column.data_ptr(), start, stop, columns, shift)
+        functions.gft_squares(votes.data_ptr(), int(votes.dtype == torch.int64), by_row.data_ptr(), by_column.data_ptr(),
+                              start, stop, columns, shift)
+        return by_column
 
-    by_columns, largest = zip(*_side_by_side(work, rows, votes.numel()), strict=True)
-    return by_row, torch.stack(by_columns).sum(0), max(largest)
+    by_column = torch.stack(_side_by_side(work, rows, votes.numel())).sum(0)
+    row, column = (torch.empty(shape, dtype=torch.float32) for shape in ((rows, 1), (1, columns)))
+    functions.gft_factors(by_row.data_ptr(), by_column.data_ptr(), rows, columns, shift, gain, row.data_ptr(),
+                          column.data_ptr())
+    return row, column
 
 
 def move(stored: Tensor,  # (rows, bytes) uint8 or (rows, columns) int8, changed in place

@@ -20,7 +20,9 @@ class ViT(nn.Module):
             raise ValueError(f"patch={patch} does not divide the image size {size}; choose one that does")
         self.patches = nn.Conv2d(channels, width, patch, patch)
         self.class_token = nn.Parameter(torch.zeros(1, 1, width))
-        self.positions = nn.Parameter(torch.randn(1, (size // patch) ** 2 + 1, width) * 0.02)
+        # About as large as what the patches themselves come to: with the usual 0.02 the network first has to find out where
+        # anything is (docs/lab-notes.md).
+        self.positions = nn.Parameter(torch.randn(1, (size // patch) ** 2 + 1, width) * 0.5)
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(Block(width, heads, True, False, dropout) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
