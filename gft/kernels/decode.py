@@ -1,26 +1,34 @@
 """y = scale · x · levels^T for a few rows of x, reading each weight once and in its stored form.
 
 Generating text multiplies one row of x, or a few, by every weight, so it takes as long as the weights take to come from
-memory: 2 bits a weight instead of 16. At that pace (H200: 17 bytes a clock for each multiprocessor, 69 weights of 2 bits)
-fewer than two instructions may be spent on a weight, which rules out shift, mask, convert and multiply. So weights are read
-as 32-bit words, and
+memory: 2 bits a weight instead of 16. At that pace (H200: 18 bytes a clock for each multiprocessor, 70 weights of 2 bits)
+fewer than two instructions may be spent on a weight, which rules out shift, mask, convert and multiply. Instead
 
-    a word     holds `PLACES` fields; field p of every word together is a matrix whose columns are p, p + PLACES, …
-    x          is taken apart the same way, so nothing is ever interleaved
-    a field    is cut out where it stands, by one AND, and never shifted down: a power of two is undone elsewhere
+    a weight     is cut out where it stands, by one AND for two of them, and is a bfloat16 as it is: the 16 bits of a field
+                 that lies within the low 8 read as field · 2^-133, for bfloat16 keeps numbers that small
+    the product  is taken by the tensor cores, which add exact products of such numbers in float32
+    x            is multiplied by 2^X_UP against the 2^-133, and by a power of two against the field's place
+
+so that a weight costs half an AND, a sixteenth of a shift (for the fields in the high 8 bits) and its share of an MMA.
 
 Both forms of a weight (grid.py) are fields. Packed: level + I. Memory: flip a byte's sign bit and add half a unit, and its
-high bits are level + 128 / 2^m, with no carry into the next byte since no value reaches beyond ±I levels.
+high bits are level + 128 / 2^m, with no carry into the next byte since no value reaches beyond ±I levels. The offset comes
+off the sum: sum x · (code - offset) = sum x · code - offset · sum x, where the latter sum is an MMA, too, with a constant.
 
-One row of x: the bits of the field, read as a float, are the number field · 2^-149 (float32 keeps such small numbers), and
-    sum x · (code - offset) = sum x · code - offset · sum x
-leaves one AND and one multiply-add a weight. Several rows: tensor cores multiply, and a weight costs an AND, an exact
-multiply-add (2^23 + field -> level) and half a conversion to x's type.
+    a unit       is 16 bits as they are stored (8 in a row of odd length), PLACES fields: column = unit · PLACES + place
+    the tile     of a step is (PARTS, ROWS, UNITS): a part is the share of a warp, which works on columns of its own
 
-Every sum is taken in float32 and in a fixed order: no atomics.
+Field p of every unit together is a matrix whose columns are p, p + PLACES, …: x is taken apart the same way, so nothing is
+ever interleaved. One row of x needs not even be taken apart: all of its places are multiplied by each place's weights, for
+the tensor cores multiply by 8 columns anyway, and what belongs together is picked out of the product.
+
+The result is exact but for float32's rounding of sums, whose order is fixed (no atomics), and of x's type: float16 and
+float32 are taken as 2 and 3 bfloat16 numbers that add up to them. For finite |x| below 1e20; what lies below 1e-15 loses
+precision. An infinity or NaN in a row of x makes that row of y NaN.
 """
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -28,120 +36,111 @@ import triton.language as tl
 from torch import Tensor
 
 MOST_ROWS = 16  # of x
-# A product with up to this many rows of x is a plain reduction for each; more go through tensor cores, unless x is float32,
-# which they would round.
-PLAIN_ROWS = 1
-# Rows of the weight a program works on, words it reads of each at once, and its warps. 32 words are a warp's width, so the
-# rows of the plain reduction never leave their warp.
-PLAIN_TILE, PLAIN_WARPS = (64, 32), 4
-DOT_TILE, DOT_WARPS = (64, 32), 4
-PROGRAMS = 1.9  # a multiprocessor has at least so many, else columns are split among more of them
-BUSY = 0.9  # and at least this share of them is at work when the last ones run
-MOST_SPLITS = 16
+X_UP = 60
+LIMBS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
+
+
+class Tile(NamedTuple):
+    """A program's share of the weight in one step, each warp's being rows × units; steps whose loads are under way."""
+    parts: int  # also the number of warps
+    rows: int
+    units: int
+    stages: int
+
+
+TILES = {1: Tile(4, 16, 64, 3), 8: Tile(4, 64, 32, 3), 16: Tile(4, 64, 32, 2)}  # by the most rows of x they are for
+PROGRAMS = 0.9  # a multiprocessor has at least so many, else columns are split among more of them
+MOST_SPLITS = 8
 SUM_BLOCK = 1024
 
-X_UP = 60  # x is multiplied by 2^60 against the 2^-149: in full precision for any |x| from 1e-11 to 1e20
+
+@triton.jit
+def _in_pairs(INSTRUCTION: tl.constexpr, a, b):
+    """One instruction on 16-bit numbers, two by two: Triton and LLVM would take them one by one."""
+    return tl.inline_asm_elementwise(INSTRUCTION, "=r,r,r", [a, b], dtype=tl.int16, is_pure=True, pack=2)
 
 
 @triton.jit
-def _words(w, row, start, last, rows, stride, FLIP: tl.constexpr, ADD: tl.constexpr, WORDS: tl.constexpr):
-    """(ROWS, WORDS) int32: the words of some rows from `start` on; from `last` on they are none of the matrix's, and are
-    finite, which is enough, since x is 0 there."""
-    word = start + tl.arange(0, WORDS)
-    live = (row < rows)[:, None] & (word < last)[None, :]
-    bits = tl.load(w + row.to(tl.int64)[:, None] * stride + word[None, :], mask=live, other=0).to(tl.int32)
-    return (bits ^ FLIP) + ADD
-
-
-@triton.jit
-def _x_part(bits, part: tl.constexpr, TYPE: tl.constexpr, PARTS: tl.constexpr):
-    """One of the numbers that one load of x holds."""
-    if PARTS == 1:
-        return bits
+def _fields(bits, place: tl.constexpr, WIDTH: tl.constexpr, MASK: tl.constexpr, GPU: tl.constexpr):
+    """The bfloat16 field · 2^-133 · 2^(where it stands in its byte)."""
+    mask: tl.constexpr = MASK << place * WIDTH % 8
+    if GPU:
+        if place * WIDTH >= 8:  # what comes down from the other number of the pair is masked off
+            bits = _in_pairs("shr.b32 $0, $1, 8;", bits, bits)
+        return _in_pairs("and.b32 $0, $1, $2;", bits, tl.full([], mask, tl.int16)).to(tl.bfloat16, bitcast=True)
     else:
-        return (bits >> (16 * part)).to(tl.int16).to(TYPE, bitcast=True)
+        return ((bits >> place * WIDTH // 8 * 8) & mask).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
-def _add_product(total, number, bits, high, place: tl.constexpr, WIDTH: tl.constexpr, MASK: tl.constexpr,
-                 UP: tl.constexpr):
-    """total + number · field, times 2^(X_UP - 149): where the field stands is undone on the number's side."""
-    shift: tl.constexpr = place * WIDTH % 16
-    half = bits if place * WIDTH < 16 else high
-    tiny = (half & (MASK << shift)).to(tl.float32, bitcast=True)
-    return tl.fma(tiny, (number * (UP / (1 << shift)))[None, :], total)
+def _limb(x, up: tl.constexpr, limb: tl.constexpr, LIMBS: tl.constexpr, GPU: tl.constexpr):
+    """One of the bfloat16 numbers that add up to x · up."""
+    if GPU and LIMBS == 1:
+        return _in_pairs("mul.rn.bf16x2 $0, $1, $2;", x, tl.full([], up, tl.bfloat16)).to(tl.bfloat16, bitcast=True)
+    else:
+        rest = x.to(tl.float32) * up
+        for _ in tl.static_range(limb):
+            rest -= rest.to(tl.bfloat16).to(tl.float32)
+        return rest.to(tl.bfloat16)
 
 
 @triton.jit
-def _level(bits, high, place: tl.constexpr, WIDTH: tl.constexpr, MASK: tl.constexpr, MEMORY: tl.constexpr,
-           OFFSET: tl.constexpr):
-    """The level itself, in float32: below the bits of 2^e, a field that stands at bit 23 - e adds its own value."""
-    shift: tl.constexpr = place * WIDTH % 16
-    e: tl.constexpr = 23 - shift - MEMORY
-    half = bits if place * WIDTH < 16 else high
-    above = ((half & (MASK << shift)) | ((127 + e) << 23)).to(tl.float32, bitcast=True)
-    return above - ((1 << e) + OFFSET)
-
-
-# With a stride that may be odd for all Triton knows, a thread reads one word of a row, not four: then it needs 16 numbers of
-# x (at 2 bits) instead of 64, and uses each for many rows.
-@triton.jit(do_not_specialize=["stride"])
-def _plain_kernel(x, w, out, rows, columns, words, stride, words_a_split, scale,
-                  TYPE: tl.constexpr, PARTS: tl.constexpr, PLACES: tl.constexpr, WIDTH: tl.constexpr, MASK: tl.constexpr,
-                  FLIP: tl.constexpr, ADD: tl.constexpr, OFFSET: tl.constexpr, DOWN: tl.constexpr, UP: tl.constexpr,
-                  ROWS: tl.constexpr, WORDS: tl.constexpr):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    split, token = tl.program_id(1), tl.program_id(2)
-    first = split * words_a_split
-    last = tl.minimum(first + words_a_split, words)
-    x += token.to(tl.int64) * (columns // PARTS)
-    lane = tl.arange(0, WORDS)
-    total = tl.zeros((ROWS, WORDS), tl.float32)
-    x_total = tl.zeros((WORDS,), tl.float32)
-    coming = _words(w, row, first, last, rows, stride, FLIP, ADD, WORDS)
-    for start in range(first, last, WORDS):
-        bits = coming
-        # Asked for before this tile is worked on, so that memory is never waited for twice.
-        coming = _words(w, row, start + WORDS, last, rows, stride, FLIP, ADD, WORDS)
-        high = bits >> 16
-        for load in tl.static_range(PLACES // PARTS):
-            at = (start + lane) * (PLACES // PARTS) + load
-            live = (start + lane < last) & (at * PARTS < columns)
-            loaded = tl.load(x + at, mask=live, other=0)
-            for part in tl.static_range(PARTS):
-                number = _x_part(loaded, part, TYPE, PARTS).to(tl.float32)
-                total = _add_product(total, number, bits, high, load * PARTS + part, WIDTH, MASK, UP)
-                x_total += number
-    sums = tl.sum(total, 1) * DOWN - OFFSET * tl.sum(x_total, 0)
-    place = (split * tl.num_programs(2) + token).to(tl.int64) * rows + row
-    tl.store(out + place, (sums * scale).to(out.dtype.element_ty), mask=row < rows)
+def _dot(a, b, GPU: tl.constexpr):
+    """Triton's interpreter knows no product of bfloat16."""
+    return tl.dot(a, b) if GPU else tl.dot(a.to(tl.float32), b.to(tl.float32))
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _dot_kernel(x, w, out, tokens, rows, columns, words, stride, words_a_split, scale,
-                TYPE: tl.constexpr, PARTS: tl.constexpr, PLACES: tl.constexpr, WIDTH: tl.constexpr, MASK: tl.constexpr,
-                FLIP: tl.constexpr, ADD: tl.constexpr, OFFSET: tl.constexpr, MEMORY: tl.constexpr,
-                DOT: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr):
+def _kernel(x, w, out, tokens, rows, columns, units, units_a_split, scale,
+            TYPE: tl.constexpr, LIMBS: tl.constexpr, PACK: tl.constexpr,  # of x: numbers that one load holds
+            PLACES: tl.constexpr, WIDTH: tl.constexpr, MASK: tl.constexpr, FLIP: tl.constexpr, ADD: tl.constexpr,
+            OFFSET: tl.constexpr, UP: tl.constexpr, DOWN: tl.constexpr, GPU: tl.constexpr, ONE: tl.constexpr,
+            TOKENS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     split = tl.program_id(1)
-    first = split * words_a_split
-    last = tl.minimum(first + words_a_split, words)
-    token, lane = tl.arange(0, TOKENS), tl.arange(0, WORDS)
-    total = tl.zeros((TOKENS, ROWS), tl.float32)
-    for start in range(first, last, WORDS):
-        bits = _words(w, row, start, last, rows, stride, FLIP, ADD, WORDS)
-        high = bits >> 16
-        for load in tl.static_range(PLACES // PARTS):
-            at = (start + lane) * (PLACES // PARTS) + load
-            live = (token < tokens)[:, None] & ((start + lane < last) & (at * PARTS < columns))[None, :]
-            loaded = tl.load(x + token[:, None] * (columns // PARTS) + at[None, :], mask=live, other=0)
-            for part in tl.static_range(PARTS):
-                number = _x_part(loaded, part, TYPE, PARTS)
-                level = _level(bits, high, load * PARTS + part, WIDTH, MASK, MEMORY, OFFSET)
-                total = tl.dot(number.to(DOT), tl.trans(level.to(DOT)), total)
-    place = (split * tokens + token).to(tl.int64)[:, None] * rows + row[None, :]
-    tl.store(out + place, (total * scale).to(out.dtype.element_ty),
-             mask=(token < tokens)[:, None] & (row < rows)[None, :])
+    first = split * units_a_split
+    last = tl.minimum(first + units_a_split, units)
+    token = tl.arange(0, TOKENS)  # or place, of one row
+    total = tl.zeros((PARTS, ROWS, TOKENS), tl.float32)
+    offset = tl.zeros((PARTS, 16, TOKENS), tl.float32)  # the same 16 times, for an MMA has so many rows
+    for start in range(first, last, PARTS * UNITS):
+        unit = start + tl.arange(0, PARTS)[:, None] * UNITS + tl.arange(0, UNITS)[None, :]
+        live = unit < last
+        bits = tl.load(w + row.to(tl.int64)[None, :, None] * units + unit[:, None, :],
+                       mask=live[:, None, :] & (row < rows)[None, :, None], other=0).to(tl.int16)
+        if FLIP != 0:
+            bits = (bits ^ FLIP).to(tl.int16) + ADD
+        for place in tl.static_range(PLACES):
+            shift: tl.constexpr = place * WIDTH % 8
+            if ONE:
+                if place == 0:
+                    column = unit[:, :, None] * PLACES + token[None, None, :]
+                    number = tl.load(x + column, mask=live[:, :, None] & (token < PLACES)[None, None, :] & (column < columns),
+                                     other=0)
+            else:
+                if place % PACK == 0:
+                    at = unit[:, :, None] * (PLACES // PACK) + place // PACK
+                    loaded = tl.load(x + token[None, None, :] * (columns // PACK) + at, other=0,
+                                     mask=live[:, :, None] & (token < tokens)[None, None, :] & (at * PACK < columns))
+                number = loaded if PACK == 1 else (loaded >> 16 * (place % PACK)).to(tl.int16).to(TYPE, bitcast=True)
+            field = _fields(bits, place, WIDTH, MASK, GPU)
+            for limb in tl.static_range(LIMBS):
+                if ONE:
+                    limbs = _limb(number, UP, limb, LIMBS, GPU)
+                    total += _dot(field, limbs, GPU) * tl.where(token == place, 1 / (1 << shift), 0.0)[None, None, :]
+                else:
+                    limbs = _limb(number, UP / (1 << shift), limb, LIMBS, GPU)
+                    total += _dot(field, limbs, GPU)
+                if not ONE or place == 0:
+                    constant = tl.full((PARTS, 16, UNITS), OFFSET << shift, tl.int16).to(tl.bfloat16, bitcast=True)
+                    offset += _dot(constant, limbs, GPU)
+    sums = (tl.sum(total, 0) - (tl.sum(tl.sum(offset, 1), 0) / 16)[None, :]) * DOWN
+    if ONE:
+        sums = tl.sum(sums, 1)[:, None]
+        token = tl.arange(0, 1)
+    place = (split * tokens + token).to(tl.int64)[None, :] * rows + row[:, None]
+    tl.store(out + place, (sums * scale).to(out.dtype.element_ty),
+             mask=(token < tokens)[None, :] & (row < rows)[:, None])
 
 
 @triton.jit
@@ -160,12 +159,9 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _splits(blocks: int, steps: int, processors: int) -> int:
-    """Into how many parts the columns are split, so that few multiprocessors wait while others work."""
+    """Into how many parts the columns are split, so that no multiprocessor is without work."""
     splits = 1
-    while splits < min(MOST_SPLITS, steps):
-        programs = blocks * splits
-        if programs >= PROGRAMS * processors and programs >= BUSY * processors * triton.cdiv(programs, processors):
-            break
+    while blocks * splits < PROGRAMS * processors and splits < MOST_SPLITS:
         splits *= 2
     return min(splits, steps)
 
@@ -177,6 +173,7 @@ def product(x: Tensor,  # (n, columns) float32, bfloat16 or float16, n from 1 to
             packed_width: int,  # bits of a packed level, 0 if stored with memory
             top_level: int,
             memory_bits: int,
+            tile: Tile | None = None,
             splits: int | None = None) -> Tensor:  # (n, rows) of x's type
     """scale · x · levels^T."""
     x, stored = x.contiguous(), stored.contiguous()
@@ -186,39 +183,30 @@ def product(x: Tensor,  # (n, columns) float32, bfloat16 or float16, n from 1 to
     if not stored.numel():
         return x.new_zeros(tokens, rows)
     width, memory = packed_width or 8, 0 if packed_width else memory_bits
-    # A row whose bytes make no whole words is read byte by byte, and then x number by number.
-    wide = row_bytes % 4 == 0 and stored.data_ptr() % 4 == 0
-    bytes_a_word = 4 if wide else 1
-    words = row_bytes // bytes_a_word
-    parts = 4 if wide and x.element_size() == 2 and columns % 4 == 0 and x.data_ptr() % 8 == 0 else 1
-    ones = 0x01010101 if wide else 1
+    wide = row_bytes % 2 == 0 and stored.data_ptr() % 2 == 0
+    units = row_bytes // 2 if wide else row_bytes
+    weights = stored.view(-1).view(torch.int16 if wide else torch.uint8)
+    ones = 0x0101 if wide else 1
     flip, add = (0, 0) if packed_width else (ones * 128, ones * ((1 << memory) // 2))
-    kind = getattr(tl, str(x.dtype).removeprefix("torch."))
-    field = {"TYPE": kind, "PARTS": parts, "PLACES": 8 * bytes_a_word // width, "WIDTH": width,
-             "MASK": (1 << width) - (1 << memory), "FLIP": flip - (flip >> 31 << 32),  # as an int32
-             "ADD": add, "OFFSET": top_level if packed_width else 128 >> memory}
-    plain = tokens <= PLAIN_ROWS or x.dtype is torch.float32
-    (tile_rows, tile_words), warps = (PLAIN_TILE, PLAIN_WARPS) if plain else (DOT_TILE, DOT_WARPS)
-    blocks, steps = triton.cdiv(rows, tile_rows), triton.cdiv(words, tile_words)
-    splits = min(splits or _splits(blocks * (tokens if plain else 1), steps, _multiprocessors(x.device)), steps)
+    places = (16 if wide else 8) // width
+    pack = 4 if x.element_size() == 2 and places % 4 == columns % 4 == x.data_ptr() % 8 == 0 and tokens > 1 else 1
+    numbers = x.view(-1).view(torch.int64) if pack == 4 else x
+
+    tile = tile or TILES[min(most for most in TILES if tokens <= most)]
+    blocks, steps = triton.cdiv(rows, tile.rows), triton.cdiv(units, tile.parts * tile.units)
+    splits = min(splits or _splits(blocks, steps, _multiprocessors(x.device)), steps)
     steps_a_split = triton.cdiv(steps, splits)
     splits = triton.cdiv(steps, steps_a_split)
     out = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
     sums = out if splits == 1 else torch.empty(splits, tokens, rows, dtype=torch.float32, device=x.device)
-    # Flat, for torch finds strides in the way of a view even where there is but one row.
-    numbers = x.view(-1).view(torch.int64) if parts == 4 else x
-    weights = stored.view(-1).view(torch.int32 if wide else torch.uint8)
-    shape = rows, columns, words, words, steps_a_split * tile_words, scale
     with torch.cuda.device_of(x):
-        if plain:
-            _plain_kernel[(blocks, splits, tokens)](
-                numbers, weights, sums, *shape, **field, UP=2.0**X_UP, DOWN=2.0 ** (149 - X_UP - memory), ROWS=tile_rows,
-                WORDS=tile_words, num_warps=warps)
-        else:
-            # Triton's interpreter knows no product of bfloat16.
-            _dot_kernel[(blocks, splits)](
-                numbers, weights, sums, tokens, *shape, **field, MEMORY=memory, DOT=kind if x.is_cuda else tl.float32,
-                TOKENS=MOST_ROWS, ROWS=tile_rows, WORDS=tile_words, num_warps=warps)
+        _kernel[(blocks, splits)](
+            numbers, weights, sums, tokens, rows, columns, units, steps_a_split * tile.parts * tile.units, scale,
+            TYPE=getattr(tl, str(x.dtype).removeprefix("torch.")), LIMBS=LIMBS[x.dtype], PACK=pack, PLACES=places,
+            WIDTH=width, MASK=(1 << width) - (1 << memory), FLIP=flip - (flip >> 15 << 16),  # as an int16
+            ADD=add, OFFSET=top_level if packed_width else 128, UP=2.0**X_UP, DOWN=2.0 ** (133 - X_UP - memory),
+            GPU=x.is_cuda, ONE=tokens == 1, TOKENS=8 if tokens <= 8 else 16, PARTS=tile.parts, ROWS=tile.rows,
+            UNITS=tile.units, num_warps=tile.parts, num_stages=tile.stages)
         if splits > 1:
             _sum_kernel[(triton.cdiv(out.numel(), SUM_BLOCK),)](sums, out, out.numel(), SPLITS=splits, BLOCK=SUM_BLOCK)
     return out

@@ -174,8 +174,8 @@ def mnist_vit(quantize: str, bits: int) -> Recipe:
     """One row of the upper half of Table 3: 28×28 in patches of 4, 4000 steps, the same jitter for all: without any, even
     full precision learns its 50,000 digits by heart and stays at 98 %."""
     return Recipe(**row("mnist-vit", quantize, bits, MNIST_VIT[quantize, bits]), model="vit", data="mnist-images",
-                  augment="jitter", batch=256, steps=4000, warmup=100, eval_every=400, eval_batch=1000, width=512, depth=12, heads=8, patch=4,
-                  precision="bf16", compiled=True)
+                  augment="jitter", batch=256, steps=4000, warmup=100, eval_every=400, eval_batch=1000, width=512, depth=12,
+                  heads=8, patch=4, precision="bf16", compiled=True)
 
 
 def imagenette_vit(quantize: str, bits: int) -> Recipe:

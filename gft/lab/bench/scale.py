@@ -32,6 +32,7 @@ from gft.vote import tally
 DRAWN_AT_ONCE = 1 << 26  # levels drawn at once: 256 MB of floats
 HEAD = 128  # features of an attention head
 LR, DENSE_LR = 0.02, 3e-4  # docs/benchmarks.md says how they were chosen
+WARM_UP = 5  # steps in which the rates rise: votes of a fresh network agree more than later ones
 REFERENCE_WIDTH = 128  # at which the head's rate is the other dense parts'
 SECONDS_IN_ALL = 150.0
 GB = 1e9
@@ -148,8 +149,10 @@ class Told:
 def train(model: GPT, optimizer: gft.Hybrid, size: Size, device: torch.device, seed: int = 0) -> Told:
     """Steps on the verses, told as they go."""
     text = datasets.load("verses", size.context).to(device)
-    told = Told()
-    for x, y in islice(text.batches(size.sequences, seed), size.steps):
+    told, rates = Told(), [group["lr"] for group in optimizer.param_groups]
+    for number, (x, y) in enumerate(islice(text.batches(size.sequences, seed), size.steps)):
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * min(1.0, (number + 1) / WARM_UP)
         wait(device)
         start, before = time.perf_counter(), allocated(device)
         with torch.autocast(device.type, torch.bfloat16) if device.type == "cuda" else nullcontext():
@@ -166,8 +169,8 @@ def train(model: GPT, optimizer: gft.Hybrid, size: Size, device: torch.device, s
     return told
 
 
-# What a step moves of one weight: its packed level made float for forward, for forward again and for delta_x; its votes read
-# for their largest, for their squares and for the move; its level read and written.
+# What a step moves of one weight: its packed level made float for forward, for forward again and for delta_x; its votes
+# written, and read for their squares and for the move; its level read and written.
 BYTES_MOVED = 3 * (0.25 + 2) + 3 * 4 + 2 * 0.25
 
 
