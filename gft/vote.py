@@ -269,6 +269,9 @@ class Ballot:
     def _count(self, x: Tensor, delta: Tensor, sequence: int) -> tuple[Tensor, Tensor | None]:
         """Votes, and for the literal mask the sum of their sizes."""
         if self.speaks_per_sequence(sequence):
+            kernel = kernels.twin_of(x) if x.is_cuda and self.mask == "none" else None
+            if kernel is not None:
+                return kernel.sequence_votes(delta, x, sequence), None
             votes, sizes = _sequence_tally(x, delta, sequence)
             return votes, sizes if self.mask == "literal" else None
         votes = tally(x, delta, self.code.largest)

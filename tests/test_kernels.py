@@ -240,6 +240,15 @@ def test_votes_kernel_is_the_exact_product(fused, shape):
     assert torch.equal(fused.votes_product(delta.to(DEVICE), x.to(DEVICE)).cpu(), expected)
 
 
+@pytest.mark.parametrize(("sequences", "sequence"), [(1, 7), (5, 50), (3, 128), (40, 2)])
+@pytest.mark.parametrize("shape", [(24, 8), (70, 131)], ids=str)
+def test_sequence_votes_kernel_equals_definition(fused, sequences, sequence, shape):
+    generator = torch.Generator().manual_seed(2)
+    delta, x = (torch.randint(-3, 4, (sequences * sequence, n), dtype=torch.int8, generator=generator) for n in shape)
+    expected, _ = vote._sequence_tally(x, delta, sequence)
+    assert torch.equal(fused.sequence_votes(delta.to(DEVICE), x.to(DEVICE), sequence).cpu(), expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("bits", "memory"), FORMS)
 def test_levels_kernel_equals_definition(fused, bits, memory, dtype):
