@@ -61,33 +61,36 @@ def _in_pairs(INSTRUCTION: tl.constexpr, a, b):
 
 
 @triton.jit
+def _read(bits, GPU: tl.constexpr):
+    """16 bits as the bfloat16 they are. Triton's interpreter misreads small ones; their float32 has the same bits, and 0s."""
+    if GPU:
+        return bits.to(tl.bfloat16, bitcast=True)
+    else:
+        return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _fields(bits, place: tl.constexpr, WIDTH: tl.constexpr, MASK: tl.constexpr, GPU: tl.constexpr):
     """The bfloat16 field · 2^-133 · 2^(where it stands in its byte)."""
     mask: tl.constexpr = MASK << place * WIDTH % 8
     if GPU:
         if place * WIDTH >= 8:  # what comes down from the other number of the pair is masked off
             bits = _in_pairs("shr.b32 $0, $1, 8;", bits, bits)
-        return _in_pairs("and.b32 $0, $1, $2;", bits, tl.full([], mask, tl.int16)).to(tl.bfloat16, bitcast=True)
+        return _read(_in_pairs("and.b32 $0, $1, $2;", bits, tl.full([], mask, tl.int16)), GPU)
     else:
-        return ((bits >> place * WIDTH // 8 * 8) & mask).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        return _read((bits >> place * WIDTH // 8 * 8) & mask, GPU)
 
 
 @triton.jit
 def _limb(x, up: tl.constexpr, limb: tl.constexpr, LIMBS: tl.constexpr, GPU: tl.constexpr):
     """One of the bfloat16 numbers that add up to x · up."""
     if GPU and LIMBS == 1:
-        return _in_pairs("mul.rn.bf16x2 $0, $1, $2;", x, tl.full([], up, tl.bfloat16)).to(tl.bfloat16, bitcast=True)
+        return _read(_in_pairs("mul.rn.bf16x2 $0, $1, $2;", x, tl.full([], up, tl.bfloat16)), GPU)
     else:
         rest = x.to(tl.float32) * up
         for _ in tl.static_range(limb):
             rest -= rest.to(tl.bfloat16).to(tl.float32)
-        return rest.to(tl.bfloat16)
-
-
-@triton.jit
-def _dot(a, b, GPU: tl.constexpr):
-    """Triton's interpreter knows no product of bfloat16."""
-    return tl.dot(a, b) if GPU else tl.dot(a.to(tl.float32), b.to(tl.float32))
+        return rest.to(tl.bfloat16) if GPU else rest.to(tl.bfloat16).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -104,36 +107,36 @@ def _kernel(x, w, out, tokens, rows, columns, units, units_a_split, scale,
     total = tl.zeros((PARTS, ROWS, TOKENS), tl.float32)
     offset = tl.zeros((PARTS, 16, TOKENS), tl.float32)  # the same 16 times, for an MMA has so many rows
     for start in range(first, last, PARTS * UNITS):
-        unit = start + tl.arange(0, PARTS)[:, None] * UNITS + tl.arange(0, UNITS)[None, :]
-        live = unit < last
-        bits = tl.load(w + row.to(tl.int64)[None, :, None] * units + unit[:, None, :],
-                       mask=live[:, None, :] & (row < rows)[None, :, None], other=0).to(tl.int16)
+        unit = start + tl.arange(0, PARTS * UNITS)
+        part = tl.reshape(unit, (PARTS, 1, UNITS))
+        bits = tl.load(w + row.to(tl.int64)[None, :, None] * units + part,
+                       mask=(part < units) & (row < rows)[None, :, None], other=0).to(tl.int16)
         if FLIP != 0:
             bits = (bits ^ FLIP).to(tl.int16) + ADD
         for place in tl.static_range(PLACES):
-            shift: tl.constexpr = place * WIDTH % 8
             if ONE:
                 if place == 0:
-                    column = unit[:, :, None] * PLACES + token[None, None, :]
-                    number = tl.load(x + column, mask=live[:, :, None] & (token < PLACES)[None, None, :] & (column < columns),
-                                     other=0)
+                    column = unit[:, None] * PLACES + token[None, :]
+                    number = tl.load(x + column, mask=(token < PLACES)[None, :] & (column < columns), other=0)
+                    number = tl.reshape(number, (PARTS, UNITS, TOKENS))
             else:
                 if place % PACK == 0:
-                    at = unit[:, :, None] * (PLACES // PACK) + place // PACK
-                    loaded = tl.load(x + token[None, None, :] * (columns // PACK) + at, other=0,
-                                     mask=live[:, :, None] & (token < tokens)[None, None, :] & (at * PACK < columns))
+                    at = unit[:, None] * (PLACES // PACK) + place // PACK
+                    loaded = tl.load(x + token[None, :] * (columns // PACK) + at, other=0,
+                                     mask=(token < tokens)[None, :] & (at * PACK < columns))
+                    loaded = tl.reshape(loaded, (PARTS, UNITS, TOKENS))
                 number = loaded if PACK == 1 else (loaded >> 16 * (place % PACK)).to(tl.int16).to(TYPE, bitcast=True)
             field = _fields(bits, place, WIDTH, MASK, GPU)
             for limb in tl.static_range(LIMBS):
                 if ONE:
                     limbs = _limb(number, UP, limb, LIMBS, GPU)
-                    total += _dot(field, limbs, GPU) * tl.where(token == place, 1 / (1 << shift), 0.0)[None, None, :]
+                    total += tl.dot(field, limbs) * tl.where(token == place, 2.0 ** -(place * WIDTH % 8), 0.0)[None, None, :]
                 else:
-                    limbs = _limb(number, UP / (1 << shift), limb, LIMBS, GPU)
-                    total += _dot(field, limbs, GPU)
+                    limbs = _limb(number, UP / 2 ** (place * WIDTH % 8), limb, LIMBS, GPU)
+                    total += tl.dot(field, limbs)
                 if not ONE or place == 0:
-                    constant = tl.full((PARTS, 16, UNITS), OFFSET << shift, tl.int16).to(tl.bfloat16, bitcast=True)
-                    offset += _dot(constant, limbs, GPU)
+                    constant = _read(tl.full((PARTS, 16, UNITS), OFFSET << place * WIDTH % 8, tl.int16), GPU)
+                    offset += tl.dot(constant, limbs)
     sums = (tl.sum(total, 0) - (tl.sum(tl.sum(offset, 1), 0) / 16)[None, :]) * DOWN
     if ONE:
         sums = tl.sum(sums, 1)[:, None]

@@ -1,0 +1,11 @@
+"""Triton kernels for CUDA, bit-equal to the torch definitions: one launch where those take dozens, with Philox inside.
+
+Integer arithmetic throughout; the float products are followed by no addition, so no multiply-add can be fused into them.
+"""
+
+from gft.kernels.fused.levels import float_levels
+from gft.kernels.fused.rounding import quantize
+from gft.kernels.fused.update import move, rounding_factors
+from gft.kernels.fused.votes import sequence_votes, votes_product
+
+__all__ = ["float_levels", "move", "quantize", "rounding_factors", "sequence_votes", "votes_product"]
