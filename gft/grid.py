@@ -57,6 +57,8 @@ def pack(levels: Tensor,  # (..., columns) any integer type, each in -I..I
          bits: int) -> Tensor:  # (..., packed_columns) uint8
     """Store levels + I, the first level of a byte in its lowest bits; a short last byte is filled with zero bits."""
     width = field_bits(bits)
+    if levels.is_cuda and levels.dim() == 2 and levels.dtype is torch.int8 and (kernel := kernels.twin_of(levels)):
+        return kernel.pack(levels, width, largest_level(bits))
     codes = (levels + largest_level(bits)).to(torch.uint8)
     if width == 8:
         return codes.contiguous()
@@ -77,6 +79,8 @@ def unpack(packed: Tensor,  # (..., packed_columns) uint8
            columns: int) -> Tensor:  # (..., columns) int8
     """The inverse of `pack`."""
     width, largest = field_bits(bits), largest_level(bits)
+    if packed.is_cuda and packed.dim() == 2 and (kernel := kernels.twin_of(packed)):
+        return kernel.float_levels(packed, columns, torch.int8, packed_width=width, top_level=largest, memory_bits=0)
     if width == 8:
         return (packed.to(torch.int16) - largest).to(torch.int8)
     per_byte, mask = 8 // width, 2**width - 1

@@ -5,6 +5,7 @@ functions, `forward` and `backward`.
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -50,7 +51,7 @@ def forward(layer: Layer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         sequence = layer.sequence_length(x.shape, y.shape)
         quantized_x = ballot.quantize_x(layer.features_last(x, layer.inputs), sequence, ballot.call)
         bits = CODES[ballot.vote_for(sequence)].bits
-        kept = grid.pack(quantized_x.q, bits).contiguous() if bits < 8 else quantized_x.q
+        kept = quantized_x.q if bits == 8 else _packed(quantized_x.q, bits)
         square = square if quantized_x.square is None else quantized_x.square
     return y, kept, square
 
@@ -67,7 +68,7 @@ def backward(layer: Layer, delta: Tensor, weight: Tensor, kept: Tensor, square: 
     if ballot is not None and kept.numel():
         sequence = layer.sequence_length(x_shape, delta.shape)
         bits = CODES[ballot.vote_for(sequence)].bits
-        q = grid.unpack(kept, bits, layer.inputs) if bits < 8 else kept
+        q = kept if bits == 8 else _unpacked(kept, bits, math.prod(x_shape) // layer.inputs, layer.inputs)
         rows = layer.features_last(delta, layer.grid.rows)
         levels = layer.grid.levels(weight) if ballot.mask == "literal" else None
         ballot.cast(partial(layer.vote_pieces, q, x_shape), square if square.numel() else None, rows,
@@ -78,6 +79,16 @@ def backward(layer: Layer, delta: Tensor, weight: Tensor, kept: Tensor, square: 
     elif layer.training and ballot is None:
         layer.warn_untrained()
     return delta_x
+
+
+def _packed(q: Tensor, bits: int) -> Tensor:
+    """What is kept of quantized x (n, features): several a byte, along the axis that lies side by side."""
+    return grid.pack(q.t() if kernels.lays_tokens_last(q) else q, bits)
+
+
+def _unpacked(kept: Tensor, bits: int, tokens: int, features: int) -> Tensor:
+    """The inverse of `_packed`."""
+    return grid.unpack(kept, bits, tokens).t() if kernels.lays_tokens_last(kept) else grid.unpack(kept, bits, features)
 
 
 class Product(torch.autograd.Function):
@@ -131,7 +142,8 @@ def _(x: Tensor, anchor: Tensor, weight: Tensor, layer: int) -> tuple[Tensor, Te
         sequence = this.sequence_length(x.shape, y.shape)
         bits, tokens = CODES[ballot.vote_for(sequence)].bits, x.numel() // this.inputs
         if bits < 8:
-            kept = x.new_empty(tokens, grid.packed_columns(this.inputs, bits), dtype=torch.uint8)
+            rows, columns = (this.inputs, tokens) if kernels.lays_tokens_last(x) else (tokens, this.inputs)
+            kept = x.new_empty(rows, grid.packed_columns(columns, bits), dtype=torch.uint8)
         elif kernels.lays_tokens_last(x):
             kept = x.new_empty(this.inputs, tokens, dtype=torch.int8).t()
         else:

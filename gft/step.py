@@ -49,9 +49,9 @@ class TopK(NamedTuple):
     largest: Tensor
 
 
-def _kth_largest(sizes: Tensor,  # any shape, integers >= 0
-                 ceiling: int,
-                 count: int | Tensor) -> Tensor:  # scalar int64
+def kth_largest(sizes: Tensor,  # any shape, integers >= 0
+                ceiling: int,
+                count: int | Tensor) -> Tensor:  # scalar int64
     """The count-th largest of `sizes`, none of which is above `ceiling`: bit by bit, the largest number that at least
     `count` of them reach. A few passes, no sort, no histogram's collisions, and a GPU is not waited for."""
     found = torch.zeros((), dtype=torch.int64, device=sizes.device)
@@ -71,7 +71,9 @@ def topk_bounds(votes: Tensor, k: float | Tensor, ceiling: int | None = None) ->
         return None
     sizes = votes.abs()
     largest = sizes.max().to(torch.int64)
-    least = _kth_largest(sizes, int(largest) if ceiling is None else ceiling, count)
+    ceiling = int(largest) if ceiling is None else ceiling
+    kernel = kernels.twin_of(votes) if votes.is_cuda else None
+    least = kth_largest(sizes, ceiling, count) if kernel is None else kernel.kth_largest(votes, ceiling, count)
     return TopK(torch.where(count > 0, least, largest + 1) if isinstance(count, Tensor) else least, largest)
 
 

@@ -104,9 +104,12 @@ def quantize_by_stream(values: Tensor,  # (n, features) float
                        stream: Stream,
                        factors: Tensor | None = None) -> Quantized:  # fixed_point_factor of rms, if it is there already
     """`quantize` with the noise of a stream, and what else is asked of the values; in one kernel where there is one."""
-    if vote == "sign":
-        return Quantized(quantize(values, vote), None, (~torch.isfinite(values)).sum())
     kernel, code = kernels.twin_of(values), CODES[vote]
+    if vote == "sign":
+        if kernel is None or not values.is_cuda:
+            return Quantized(quantize(values, vote), None, (~torch.isfinite(values)).sum())
+        q, _, bad = kernel.quantize(values, None, largest=1, largest_squared=LARGEST_SQUARED, **stream)
+        return Quantized(q, None, bad)
     square = mean_square(values) if rms is None or kernel is None else None
     if rms is None:
         assert square is not None

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from gft import grid as gft_grid
 from gft import kernels, philox, step, vote
 from gft.grid import Grid, field_bits, largest_level
 from gft.kernels import native
@@ -350,3 +351,35 @@ def test_c_float_levels_lie_in_kept_memory_only_once(c, monkeypatch):
 def test_c_kernels_are_built_without_tuning_where_the_compiler_knows_none(c, monkeypatch, tmp_path):
     monkeypatch.setattr(c, "TUNINGS", (("-march=of-no-machine",), ()))
     assert c._build(os.environ.get("CC", "cc"), tmp_path).stat().st_size > 0
+
+
+@pytest.mark.parametrize("shape", TOKENS)
+def test_signs_of_the_kernel_equal_the_definition(fused, shape):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(3)).round()
+    x[0, :3] = torch.tensor([float("nan"), float("inf"), -float("inf")])
+    q, _, bad = fused.quantize(x.to(DEVICE), None, largest=1, largest_squared=vote.LARGEST_SQUARED, **STREAM)
+    assert torch.equal(q.cpu(), vote.quantize(x, "sign"))
+    assert int(bad) == 3
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5])
+@pytest.mark.parametrize("shape", [(1, 1), (37, 131), (5, 2050)], ids=str)
+def test_pack_kernels_are_inverse_and_equal_the_definition(fused, bits, shape):
+    top = largest_level(bits)
+    levels = torch.randint(-top, top + 1, shape, dtype=torch.int8, generator=torch.Generator().manual_seed(2))
+    packed = fused.pack(levels.to(DEVICE), field_bits(bits), top)
+    assert torch.equal(packed.cpu(), gft_grid.pack(levels, bits))
+    again = fused.float_levels(packed, shape[1], torch.int8, packed_width=field_bits(bits), top_level=top, memory_bits=0)
+    assert torch.equal(again.cpu(), levels)
+
+
+@pytest.mark.parametrize("ceiling", [0, 3, 255, 256, 70000, 2**31 - 1])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_kth_largest_is_that_of_a_sort(fused, ceiling, dtype):
+    generator = torch.Generator().manual_seed(4)
+    votes = torch.randint(-ceiling, ceiling + 1, (63, 130), dtype=dtype, generator=generator)
+    ordered = votes.abs().flatten().sort(descending=True).values
+    for count in (1, 2, 77, 4000, 63 * 130):
+        assert int(fused.kth_largest(votes.to(DEVICE), ceiling, count)) == int(ordered[count - 1])
+    count = torch.tensor(500, device=DEVICE)
+    assert int(fused.kth_largest(votes.to(DEVICE), ceiling, count)) == int(ordered[499])

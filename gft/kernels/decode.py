@@ -107,21 +107,21 @@ def _kernel(x, w, out, tokens, rows, columns, units, units_a_split, scale,
     total = tl.zeros((PARTS, ROWS, TOKENS), tl.float32)
     offset = tl.zeros((PARTS, 16, TOKENS), tl.float32)  # the same 16 times, for an MMA has so many rows
     for start in range(first, last, PARTS * UNITS):
-        unit = start + tl.arange(0, PARTS * UNITS)
-        part = tl.reshape(unit, (PARTS, 1, UNITS))
-        bits = tl.load(w + row.to(tl.int64)[None, :, None] * units + part,
-                       mask=(part < units) & (row < rows)[None, :, None], other=0).to(tl.int16)
+        unit = start + tl.arange(0, PARTS)[:, None] * UNITS + tl.arange(0, UNITS)[None, :]
+        bits = tl.load(w + row.to(tl.int64)[None, :, None] * units + unit[:, None, :],
+                       mask=(unit < units)[:, None, :] & (row < rows)[None, :, None], other=0).to(tl.int16)
         if FLIP != 0:
             bits = (bits ^ FLIP).to(tl.int16) + ADD
+        # Summed apart, for the tensor cores cut sums off where float32's addition rounds.
+        step, step_offset = tl.zeros_like(total), tl.zeros_like(offset)
         for place in tl.static_range(PLACES):
             if ONE:
                 if place == 0:
-                    column = unit[:, None] * PLACES + token[None, :]
-                    number = tl.load(x + column, mask=(token < PLACES)[None, :] & (column < columns), other=0)
-                    number = tl.reshape(number, (PARTS, UNITS, TOKENS))
+                    column = unit[:, :, None] * PLACES + tl.max_contiguous(token, 4)[None, None, :]
+                    number = tl.load(x + column, mask=(token < PLACES)[None, None, :] & (column < columns), other=0)
             else:
                 if place % PACK == 0:
-                    at = unit[:, None] * (PLACES // PACK) + place // PACK
+                    at = (start + tl.arange(0, PARTS * UNITS))[:, None] * (PLACES // PACK) + place // PACK
                     loaded = tl.load(x + token[None, :] * (columns // PACK) + at, other=0,
                                      mask=(token < tokens)[None, :] & (at * PACK < columns))
                     loaded = tl.reshape(loaded, (PARTS, UNITS, TOKENS))
@@ -130,13 +130,15 @@ def _kernel(x, w, out, tokens, rows, columns, units, units_a_split, scale,
             for limb in tl.static_range(LIMBS):
                 if ONE:
                     limbs = _limb(number, UP, limb, LIMBS, GPU)
-                    total += tl.dot(field, limbs) * tl.where(token == place, 2.0 ** -(place * WIDTH % 8), 0.0)[None, None, :]
+                    step += tl.dot(field, limbs) * tl.where(token == place, 2.0 ** -(place * WIDTH % 8), 0.0)[None, None, :]
                 else:
                     limbs = _limb(number, UP / 2 ** (place * WIDTH % 8), limb, LIMBS, GPU)
-                    total += tl.dot(field, limbs)
+                    step = tl.dot(field, limbs, step)
                 if not ONE or place == 0:
                     constant = _read(tl.full((PARTS, 16, UNITS), OFFSET << place * WIDTH % 8, tl.int16), GPU)
-                    offset += tl.dot(constant, limbs)
+                    step_offset = tl.dot(constant, limbs, step_offset)
+        total += step
+        offset += step_offset
     sums = (tl.sum(total, 0) - (tl.sum(tl.sum(offset, 1), 0) / 16)[None, :]) * DOWN
     if ONE:
         sums = tl.sum(sums, 1)[:, None]

@@ -1,4 +1,4 @@
-"""Stored weights made float, for a product."""
+"""Packed numbers: stored weights made float for a product, activations packed for backward and unpacked there."""
 
 import torch
 import triton
@@ -29,7 +29,7 @@ def _levels_kernel(stored, levels, rows, columns, bytes_a_row,
 def float_levels(stored: Tensor,  # (rows, bytes) uint8 or (rows, columns) int8
                  columns: int, dtype: torch.dtype, *, packed_width: int, top_level: int,
                  memory_bits: int) -> Tensor:  # (rows, columns) of `dtype`
-    """grid.Grid.levels as floats, in one pass: the scratch a product reads."""
+    """grid.Grid.levels as floats, in one pass: the scratch a product reads. Or as int8: grid.unpack."""
     stored = stored.contiguous()
     levels = torch.empty(stored.shape[0], columns, dtype=dtype, device=stored.device)
     rows, bytes_a_row = stored.shape
@@ -40,3 +40,33 @@ def float_levels(stored: Tensor,  # (rows, bytes) uint8 or (rows, columns) int8
                 stored, levels, rows, columns, bytes_a_row, PACKED=packed_width > 0, WIDTH=packed_width or 8,
                 TOP_LEVEL=top_level, MEMORY_BITS=memory_bits, ROWS=4, BYTES=bytes_at_once)
     return levels
+
+
+@triton.jit
+def _pack_kernel(levels, packed, rows, columns, bytes_a_row,
+                 WIDTH: tl.constexpr, TOP_LEVEL: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr):
+    PER_BYTE: tl.constexpr = 8 // WIDTH
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    byte = tl.program_id(1) * BYTES + tl.arange(0, BYTES)
+    column = tl.program_id(1) * BYTES * PER_BYTE + tl.arange(0, BYTES * PER_BYTE)
+    live = (row < rows)[:, None] & (column < columns)[None, :]
+    level = tl.load(levels + row[:, None] * columns + column[None, :], mask=live, other=-TOP_LEVEL).to(tl.int32)
+    shift = WIDTH * tl.arange(0, PER_BYTE)[None, None, :]
+    code = tl.reshape(level + TOP_LEVEL, (ROWS, BYTES, PER_BYTE)) << shift
+    inside = (row < rows)[:, None] & (byte < bytes_a_row)[None, :]
+    tl.store(packed + row[:, None] * bytes_a_row + byte[None, :], tl.sum(code, 2).to(tl.uint8), mask=inside)
+
+
+def pack(levels: Tensor,  # (rows, columns) int8
+         packed_width: int, top_level: int) -> Tensor:  # (rows, bytes) uint8
+    """grid.pack."""
+    levels = levels.contiguous()
+    rows, columns = levels.shape
+    bytes_a_row, bytes_at_once = triton.cdiv(columns * packed_width, 8), 512 * packed_width // 8
+    packed = torch.empty(rows, bytes_a_row, dtype=torch.uint8, device=levels.device)
+    if packed.numel():
+        with torch.cuda.device_of(levels):
+            _pack_kernel[(triton.cdiv(rows, 4), triton.cdiv(bytes_a_row, bytes_at_once))](
+                levels, packed, rows, columns, bytes_a_row, WIDTH=packed_width, TOP_LEVEL=top_level, ROWS=4,
+                BYTES=bytes_at_once)
+    return packed

@@ -12,25 +12,25 @@ TILE_TOKENS, TILE_FEATURES, TILES = 64, 64, 2
 
 
 @triton.jit
-def _rounded(value, factor, noise, top):
+def _rounded(value, factor, top, first, row, column, feature_block, features, seed, step, stream, call,
+             SIGN: tl.constexpr, BY_EIGHTS: tl.constexpr, FEATURES: tl.constexpr):
+    """vote.quantize of a tile of finite values."""
+    if SIGN:
+        return (value > 0).to(tl.int8) - (value < 0).to(tl.int8)
+    if BY_EIGHTS:
+        eighth = feature_block * (FEATURES // 8) + tl.arange(0, FEATURES // 8)
+        counter = (first * (features // 8)).to(tl.uint32) + (row[:, None] * (features // 8) + eighth[None, :]).to(tl.uint32)
+        noise = noise16_by_eights(counter, seed, step, stream, call)
+    else:
+        noise = noise16((first + row)[:, None] * features + column[None, :], seed, step, stream, call)
     fixed = tl.minimum(tl.maximum(value * factor, -top), top).to(tl.int32)
     return ((fixed + noise) >> 16).to(tl.int8)
 
 
 @triton.jit
-def _noise_of_tile(first, row, column, feature_block, features, seed, step, stream, call, BY_EIGHTS: tl.constexpr,
-                   FEATURES: tl.constexpr):
-    if BY_EIGHTS:
-        eighth = feature_block * (FEATURES // 8) + tl.arange(0, FEATURES // 8)
-        counter = (first * (features // 8)).to(tl.uint32) + (row[:, None] * (features // 8) + eighth[None, :]).to(tl.uint32)
-        return noise16_by_eights(counter, seed, step, stream, call)
-    return noise16((first + row)[:, None] * features + column[None, :], seed, step, stream, call)
-
-
-@triton.jit
 def _with_care(source, target, factor, first, column, feature_block, tokens, features, top, largest_square,
-               seed, step, stream, call, BY_EIGHTS: tl.constexpr, TOKENS: tl.constexpr, FEATURES: tl.constexpr,
-               TILES: tl.constexpr):
+               seed, step, stream, call, SIGN: tl.constexpr, BY_EIGHTS: tl.constexpr, TOKENS: tl.constexpr,
+               FEATURES: tl.constexpr, TILES: tl.constexpr):
     """What is NaN or inf becomes 0 and is counted; large squares are bounded."""
     total = tl.zeros((TOKENS, FEATURES), tl.float32)
     bad = tl.zeros((TOKENS, FEATURES), tl.int32)
@@ -41,8 +41,9 @@ def _with_care(source, target, factor, first, column, feature_block, tokens, fea
         finite = tl.abs(value) < float("inf")  # not so for NaN
         bad += (finite == 0).to(tl.int32)
         value = tl.where(finite, value, 0.0)
-        noise = _noise_of_tile(first, row, column, feature_block, features, seed, step, stream, call, BY_EIGHTS, FEATURES)
-        tl.store(target + row[None, :], tl.trans(_rounded(value, factor, noise, top)), mask=tl.trans(live))
+        q = _rounded(value, factor, top, first, row, column, feature_block, features, seed, step, stream, call,
+                     SIGN, BY_EIGHTS, FEATURES)
+        tl.store(target + row[None, :], tl.trans(q), mask=tl.trans(live))
         total += tl.minimum(value * value, largest_square)
     return tl.sum(total, 0), tl.sum(bad)
 
@@ -50,12 +51,12 @@ def _with_care(source, target, factor, first, column, feature_block, tokens, fea
 @triton.jit(do_not_specialize=STREAM)
 def _quantize_kernel(values, factors, out, squares, not_finite, tokens, features, top, largest_square,
                      seed, step, stream, call,
-                     EVEN: tl.constexpr, BY_EIGHTS: tl.constexpr, TOKENS: tl.constexpr, FEATURES: tl.constexpr,
-                     TILES: tl.constexpr):
+                     SIGN: tl.constexpr, EVEN: tl.constexpr, BY_EIGHTS: tl.constexpr, TOKENS: tl.constexpr,
+                     FEATURES: tl.constexpr, TILES: tl.constexpr):
     chunk, feature_block = tl.program_id(0), tl.program_id(1)
     column = feature_block * FEATURES + tl.arange(0, FEATURES)
     inside = column < features
-    factor = tl.load(factors + column, mask=inside, other=0.0)[None, :]
+    factor = 0.0 if SIGN else tl.load(factors + column, mask=inside, other=0.0)[None, :]
     first = chunk.to(tl.int64) * (TILES * TOKENS)
     # Tokens last: the votes are a product over tokens, and int8 tensor cores want those side by side.
     source, target = values + first * features, out + column.to(tl.int64)[:, None] * tokens + first
@@ -66,8 +67,8 @@ def _quantize_kernel(values, factors, out, squares, not_finite, tokens, features
         value = tl.load(source + row[:, None] * features + column[None, :], mask=live).to(tl.float32)
         if not EVEN:
             value = tl.where(live, value, 0.0)
-        noise = _noise_of_tile(first, row, column, feature_block, features, seed, step, stream, call, BY_EIGHTS, FEATURES)
-        q = _rounded(value, factor, noise, top)
+        q = _rounded(value, factor, top, first, row, column, feature_block, features, seed, step, stream, call,
+                     SIGN, BY_EIGHTS, FEATURES)
         tl.store(target + row[None, :], tl.trans(q), mask=None if EVEN else tl.trans(live))
         total += value * value
     sums = tl.sum(total, 0)
@@ -76,7 +77,7 @@ def _quantize_kernel(values, factors, out, squares, not_finite, tokens, features
     # care. Elsewhere, which is next to always, the care would take a third of the time.
     if tl.sum((sums <= largest_square).to(tl.int32)) < FEATURES:
         sums, bad = _with_care(source, target, factor, first, column, feature_block, tokens, features, top, largest_square,
-                               seed, step, stream, call, BY_EIGHTS, TOKENS, FEATURES, TILES)
+                               seed, step, stream, call, SIGN, BY_EIGHTS, TOKENS, FEATURES, TILES)
     tl.store(squares + chunk * features + column, sums, mask=inside)
     tl.store(not_finite + chunk * tl.num_programs(1) + feature_block, bad)
 
@@ -101,7 +102,7 @@ def _mean_kernel(squares, not_finite, mean, bad, chunks, tokens, programs, featu
 
 
 def quantize(values: Tensor,  # (n, features) float
-             factors: Tensor,  # (features,) float32: what one is worth, in 1/65536 of q
+             factors: Tensor | None,  # (features,) float32: what one is worth, in 1/65536 of q; None: q is the sign
              *,
              largest: int, largest_squared: float,
              seed: int, step: int | Tensor, stream: int, call: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,18 +112,22 @@ def quantize(values: Tensor,  # (n, features) float
     """
     values = values.contiguous()
     tokens, features = values.shape
-    out = torch.empty(features, tokens, dtype=torch.int8, device=values.device)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=values.device)
+
+    out, mean, bad = empty(features, tokens, dtype=torch.int8), empty(features), empty(dtype=torch.int64)
     if not values.numel():
-        return out.t(), factors.new_zeros(features), factors.new_zeros((), dtype=torch.int64)
-    mean, bad = factors.new_empty(features), factors.new_empty((), dtype=torch.int64)
+        return out.t(), mean.zero_(), bad.zero_()
     grid = triton.cdiv(tokens, TILE_TOKENS * TILES), triton.cdiv(features, TILE_FEATURES)
-    squares, not_finite = factors.new_empty(grid[0], features), factors.new_empty(grid, dtype=torch.int32)
+    squares, not_finite = empty(grid[0], features), empty(*grid, dtype=torch.int32)
     even = tokens % (TILE_TOKENS * TILES) == 0 and features % TILE_FEATURES == 0
     with torch.cuda.device_of(values):  # Triton launches on the current device, not on the tensor's
         _quantize_kernel[grid](
-            values, factors, out, squares, not_finite, tokens, features, float(largest * 65536), largest_squared**2,
-            seed, on_device(step, values), stream, call,
-            EVEN=even, BY_EIGHTS=features % 8 == 0, TOKENS=TILE_TOKENS, FEATURES=TILE_FEATURES, TILES=TILES, num_warps=4)
+            values, mean if factors is None else factors, out, squares, not_finite, tokens, features,
+            float(largest * 65536), largest_squared**2, seed, on_device(step, values), stream, call,
+            SIGN=factors is None, EVEN=even, BY_EIGHTS=features % 8 == 0, TOKENS=TILE_TOKENS, FEATURES=TILE_FEATURES,
+            TILES=TILES, num_warps=4)
         _mean_kernel[(triton.cdiv(features, 16),)](squares, not_finite, mean, bad, grid[0], tokens, not_finite.numel(),
                                                    features, CHUNKS=128, FEATURES=16)
     return out.t(), mean, bad
