@@ -122,6 +122,7 @@ class GFT(Optimizer):
             for weight in group["params"]:
                 self.state[weight].update({which: getattr(weight.ballot, which) for which in RUNNING
                                            if getattr(weight.ballot, which) is not None})
+            self._count_flips(group)
             _advance(group)
         self._report_not_finite()
         return loss
@@ -148,15 +149,21 @@ class GFT(Optimizer):
         weight.ballot.votes = None  # type: ignore[attr-defined]
 
     def _move(self, weight: Tensor, group: dict[str, Any], call: int = 0) -> None:
-        ballot: Ballot = weight.ballot  # type: ignore[attr-defined]
-        flips = move(weight, ballot, call, lr=group["lr"], rule=group["rule"], p_min=group["p_min"],
-                     inertia=group["inertia"])
-        state = self.state[weight]
-        if "flips" not in state:
-            state.update(flips=torch.zeros_like(flips), last_flips=torch.zeros_like(flips))
-        # In place, as all state is renewed: a captured CUDA graph writes where it wrote when it was captured.
-        state["flips"].add_(flips)
-        state["last_flips"].copy_(flips)
+        move(weight, weight.ballot, call, lr=group["lr"], rule=group["rule"], p_min=group["p_min"],  # type: ignore[attr-defined]
+             inertia=group["inertia"])
+
+    def _count_flips(self, group: dict[str, Any]) -> None:
+        """Take the step's flips over from the ballots. In place, as all state is renewed: a captured CUDA graph writes where
+        it wrote when it was captured. All layers in one launch or two, where there are launches."""
+        moved = [weight for weight in group["params"] if weight.ballot.flips is not None]
+        for weight in moved:
+            for name in ("flips", "last_flips"):
+                self.state[weight].setdefault(name, torch.zeros_like(weight.ballot.flips))
+        if moved:
+            fresh = [weight.ballot.flips for weight in moved]
+            torch._foreach_add_([self.state[weight]["flips"] for weight in moved], fresh)
+            torch._foreach_copy_([self.state[weight]["last_flips"] for weight in moved], fresh)
+            torch._foreach_zero_(fresh)
 
     def _all_weights(self) -> list[Any]:
         return [weight for group in self.param_groups for weight in group["params"]]
@@ -217,12 +224,13 @@ def _on_gpu(number: Any) -> bool:
 
 
 def move(weight: Tensor, ballot: Ballot, call: int, *, lr: float | Tensor, rule: str, p_min: float,
-         inertia: float) -> Tensor:
-    """One step of one stored weight, in place, some rows at a time. Returns how many levels changed (on the device)."""
+         inertia: float) -> None:
+    """One step of one stored weight, in place, some rows at a time. How many levels changed is added to ballot.flips."""
     grid: Grid = weight.grid  # type: ignore[attr-defined]
     votes = ballot.votes
     assert votes is not None
-    flips = torch.zeros((), dtype=torch.int64, device=weight.device)
+    if ballot.flips is None or ballot.flips.device != weight.device:
+        ballot.flips = torch.zeros((), dtype=torch.int64, device=weight.device)
     lr = lr if _on_gpu(lr) and weight.is_cuda else float(lr)
     bounds = factors = None
     if rule == "topk":
@@ -232,14 +240,15 @@ def move(weight: Tensor, ballot: Ballot, call: int, *, lr: float | Tensor, rule:
         levels = rules.levels_a_step(weight.read_scale(), grid.bits, grid.columns)  # type: ignore[attr-defined]
         factors = rules.rounding_factors(votes, lr, grid.resolution, levels, ballot.ceiling)
     if bounds is None and factors is None:
-        return flips
+        return
     stream, follow = ballot.stream(0, call), rules.follow_of(inertia)
     kernel = kernels.twin_of(weight)
     if kernel is not None:
-        return kernel.move(weight.detach(), votes, grid.columns, packed_width=0 if grid.memory else field_bits(grid.bits),
-                           top_level=largest_level(grid.bits), memory_bits=grid.memory_bits, follow=follow,
-                           **(bounds._asdict() | {"p_min": rules.least_chance(p_min)} if bounds else factors._asdict()),  # type: ignore[union-attr]
-                           **stream)
+        how = bounds._asdict() | {"p_min": rules.least_chance(p_min)} if bounds else factors._asdict()  # type: ignore[union-attr]
+        kernel.move(weight.detach(), votes, grid.columns, ballot.flips, top_level=largest_level(grid.bits),
+                    packed_width=0 if grid.memory else field_bits(grid.bits), memory_bits=grid.memory_bits, follow=follow,
+                    **how, **stream)
+        return
     rows_at_once = max(1, AT_ONCE.get(weight.device.type, AT_ONCE["cuda"]) // grid.columns)
     for start in range(0, grid.rows, rows_at_once):
         rows = slice(start, min(start + rows_at_once, grid.rows))
@@ -251,9 +260,8 @@ def move(weight: Tensor, ballot: Ballot, call: int, *, lr: float | Tensor, rule:
             assert factors is not None
             some = factors._replace(row=factors.row[rows])
             new = rules.rounding(old, votes[rows], noise, some, grid.limit, grid.memory_bits, follow)
-        flips += (grid.value_levels(new) != grid.value_levels(old)).sum()
+        ballot.flips += (grid.value_levels(new) != grid.value_levels(old)).sum()
         weight[rows] = grid.from_values(new)
-    return flips
 
 
 class Hybrid(Optimizer):

@@ -208,6 +208,7 @@ class Ballot:
     factors: dict[tuple[str, str], Tensor] = field(default_factory=dict)  # fixed_point_factor by rms and kind of vote
     on_votes: Callable[[Tensor], None] | None = None  # called with the weight after each backward pass
     not_finite: Tensor | None = None  # how many values of delta were NaN or inf, ever (a count on the device)
+    flips: Tensor | None = None  # how many levels the moves since the last step have changed (likewise)
 
     @property
     def code(self) -> Code:

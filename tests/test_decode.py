@@ -20,7 +20,7 @@ ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8 
 FORMS = [pytest.param(2, False, id="2bit-packed"), pytest.param(3, False, id="3bit-packed"),
          pytest.param(8, False, id="8bit-packed"), pytest.param(2, True, id="2bit-memory"),
          pytest.param(4, True, id="4bit-memory"), pytest.param(8, True, id="8bit-memory")]
-# Bytes of a row that make whole words, and that do not; x in fours, and not.
+# Bytes of a row that make whole units, and that do not; x in fours, and not.
 CASES = [pytest.param((3, 65), 1, torch.float32, id="odd-1-float32"),
          pytest.param((5, 77), 3, torch.bfloat16, id="odd-3-bfloat16"),
          pytest.param((66, 48), 1, torch.bfloat16, id="even-1-bfloat16"),
@@ -43,7 +43,7 @@ def assert_is_the_product(x, grid, stored, **options):
     assert got.dtype is x.dtype
     levels = grid.levels(stored).double()
     expected = 0.37 * x.double() @ levels.t()
-    # Codes, not levels, are what is summed where there is one row: up to I more each.
+    # Codes, not levels, are what is summed: up to I more each.
     added = 0.37 * x.double().abs() @ (levels.abs() + largest_level(grid.bits) + 1).t()
     error = (got.cpu().double() - expected).abs()
     assert (error <= expected.abs() * ROUNDING[x.dtype] * 1.01 + added * 2**-23 * 4).all()
@@ -60,10 +60,11 @@ def test_product_equals_definition(shape, n, dtype, bits, memory):
 
 @pytest.mark.parametrize("n", [1, 5])
 def test_product_is_the_same_however_its_columns_are_split(n):
-    grid, stored = stored_matrix((67, 1080), 2, False)  # 68 words: two tiles and a bit
+    grid, stored = stored_matrix((67, 1080), 2, False)  # 135 units: two steps and a bit
     x = torch.randn(n, 1080).half()
-    for splits in (1, 2, 3):
-        assert_is_the_product(x, grid, stored, splits=splits)
+    for tile in (decode.Tile(4, 16, 16, 1), decode.Tile(2, 32, 32, 2)):
+        for splits in (1, 2, 3):
+            assert_is_the_product(x, grid, stored, tile=tile, splits=splits)
 
 
 def test_product_takes_numbers_of_any_size_and_any_alignment():
@@ -76,9 +77,46 @@ def test_product_takes_numbers_of_any_size_and_any_alignment():
     assert_is_the_product(torch.randn(64, 1).half().t(), grid, stored)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n", [1, 3])
+def test_product_of_numbers_that_are_all_positive_loses_no_precision(n, dtype):
+    """Their codes' sum is far larger than their levels'."""
+    grid, stored = stored_matrix((20, 8192), 4, False)
+    x = (1 + torch.rand(n, 8192)).to(dtype)
+    got = decode.product(x.to(DEVICE), stored.to(DEVICE), 1.0, packed_width=4, top_level=7, memory_bits=0)
+    levels = grid.levels(stored).double()
+    exact = x.double() @ levels.t()
+    rounding = exact.abs() * ROUNDING[dtype] * 1.01
+    size = x.double().norm(dim=1)[:, None] * levels.norm(dim=1)
+    assert ((got.cpu().double() - exact).abs() <= rounding + 1e-6 * size).all()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("wrong", [torch.inf, -torch.inf, torch.nan])
+def test_rows_with_what_is_no_number_are_nan_and_others_are_not_touched(n, wrong):
+    grid, stored = stored_matrix((33, 72), 2, False)
+    x = torch.randn(n, 72).bfloat16()
+    x[0, 13] = wrong
+    got = decode.product(x.to(DEVICE), stored.to(DEVICE), 0.37, packed_width=2, top_level=1, memory_bits=0).cpu()
+    assert got[0].isnan().all()
+    if n > 1:
+        torch.testing.assert_close(got[1:], assert_is_the_product(x[1:], grid, stored).cpu())
+
+
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("memory", [True, False], ids=["memory", "packed"])
+def test_rows_of_zeros_give_zeros(n, memory):
+    grid, stored = stored_matrix((33, 72), 4, memory)
+    x = torch.zeros(n, 72).bfloat16()
+    got = decode.product(x.to(DEVICE), stored.to(DEVICE), 0.37, packed_width=0 if memory else 4, top_level=7,
+                         memory_bits=grid.memory_bits)
+    assert not got.any()
+
+
 def test_columns_are_split_until_every_multiprocessor_works():
     assert decode._splits(blocks=256, steps=8, processors=132) == 1
-    assert decode._splits(blocks=192, steps=8, processors=132) == 2  # one would leave half of them idle half of the time
+    assert decode._splits(blocks=192, steps=8, processors=132) == 2  # one would leave most of them but one program
     assert decode._splits(blocks=64, steps=32, processors=132) == 4
     assert decode._splits(blocks=1, steps=3, processors=132) == 3
     assert decode._splits(blocks=1, steps=99, processors=132) == decode.MOST_SPLITS

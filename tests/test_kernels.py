@@ -84,7 +84,8 @@ def test_move_kernel_equals_definition(twin, shape, bits, memory, rule, dtype):
         new = step.topk(old, votes, noise, bounds, 0.02, grid.unit, grid.limit)
         settings = step.topk_bounds(votes.to(device), 0.35)._asdict() | {"p_min": step.least_chance(0.02)}  # type: ignore[union-attr]
     moved = stored.clone().to(device)
-    flips = kernel.move(moved, votes.to(device), shape[1], packed_width=0 if memory else field_bits(bits), top_level=top,
+    flips = torch.zeros((), dtype=torch.int64, device=device)
+    kernel.move(moved, votes.to(device), shape[1], flips, packed_width=0 if memory else field_bits(bits), top_level=top,
                        memory_bits=grid.memory_bits, follow=90, **settings, **STREAM)
     assert torch.equal(moved.cpu(), grid.from_values(new))
     assert int(flips) == int((grid.value_levels(new) != grid.value_levels(old)).sum())
@@ -127,7 +128,8 @@ def test_c_kernels_give_the_same_whatever_the_threads(threads, monkeypatch):
     assert all(torch.equal(*pair) for pair in zip(native.rounding_factors(votes, 32768.0, 2), factors[:2], strict=True))
     stored = grid.store(torch.randint(-1, 2, (131, 77), generator=torch.Generator().manual_seed(2)))
     new = step.rounding(grid.values(stored), votes, philox.noise16(votes.numel(), **STREAM).view(131, 77), factors, 1)
-    flips = native.move(stored, votes, 77, packed_width=2, top_level=1, memory_bits=0, follow=256, **factors._asdict(),
+    flips = torch.zeros((), dtype=torch.int64)
+    native.move(stored, votes, 77, flips, packed_width=2, top_level=1, memory_bits=0, follow=256, **factors._asdict(),
                         **STREAM)
     assert torch.equal(grid.values(stored), new)
     assert int(flips) > 0
@@ -271,7 +273,7 @@ def test_numbers_on_the_device_give_the_same_bits(fused):
     def moved(gain, cap, number):
         row, column = fused.rounding_factors(votes.to(DEVICE), gain, 0)
         new = stored.clone().to(DEVICE)
-        fused.move(new, votes.to(DEVICE), 65, **wide, row=row, column=column, cap=cap, **(STREAM | {"step": number}))
+        fused.move(new, votes.to(DEVICE), 65, torch.zeros((), dtype=torch.int64, device=DEVICE), **wide, row=row, column=column, cap=cap, **(STREAM | {"step": number}))
         return new.cpu()
 
     def on_device(number):
@@ -316,7 +318,8 @@ def test_c_move_equals_definition_over_several_blocks(c, bits, memory, gain):
     stored, factors = grid.from_values(old.clone()), step._factors(votes, gain, 0)
     new = step.rounding(old, votes, philox.noise16(votes.numel(), **STREAM).view(shape), factors, grid.limit,
                         grid.memory_bits, follow=90)
-    flips = c.move(stored, votes, shape[1], packed_width=0 if memory else field_bits(bits), top_level=top,
+    flips = torch.zeros((), dtype=torch.int64)
+    c.move(stored, votes, shape[1], flips, packed_width=0 if memory else field_bits(bits), top_level=top,
                    memory_bits=grid.memory_bits, follow=90, **factors._asdict(), **STREAM)
     assert torch.equal(stored, grid.from_values(new))
     assert int(flips) == int((grid.value_levels(new) != grid.value_levels(old)).sum()) > 0

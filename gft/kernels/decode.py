@@ -49,7 +49,7 @@ class Tile(NamedTuple):
 
 
 TILES = {1: Tile(4, 16, 64, 3), 8: Tile(4, 64, 32, 3), 16: Tile(4, 64, 32, 2)}  # by the most rows of x they are for
-PROGRAMS = 0.9  # a multiprocessor has at least so many, else columns are split among more of them
+PROGRAMS = 1.9  # a multiprocessor has at least so many, else columns are split among more of them
 MOST_SPLITS = 8
 SUM_BLOCK = 1024
 
@@ -62,7 +62,7 @@ def _in_pairs(INSTRUCTION: tl.constexpr, a, b):
 
 @triton.jit
 def _read(bits, GPU: tl.constexpr):
-    """16 bits as the bfloat16 they are. Triton's interpreter misreads small ones; their float32 has the same bits, and 0s."""
+    """16 bits as the bfloat16 they are. Triton's interpreter misreads small ones: it gets the float32 with the same bits."""
     if GPU:
         return bits.to(tl.bfloat16, bitcast=True)
     else:
@@ -70,15 +70,14 @@ def _read(bits, GPU: tl.constexpr):
 
 
 @triton.jit
-def _fields(bits, place: tl.constexpr, WIDTH: tl.constexpr, MASK: tl.constexpr, GPU: tl.constexpr):
-    """The bfloat16 field · 2^-133 · 2^(where it stands in its byte)."""
-    mask: tl.constexpr = MASK << place * WIDTH % 8
-    if GPU:
-        if place * WIDTH >= 8:  # what comes down from the other number of the pair is masked off
+def _fields(bits, start: tl.constexpr, stand: tl.constexpr, MASK: tl.constexpr, GPU: tl.constexpr):
+    """The bfloat16 field · 2^-133 · 2^stand, of the field that starts at a bit."""
+    if GPU and start % 8 == stand:
+        if start >= 8:  # what comes down from the other number of the pair is masked off
             bits = _in_pairs("shr.b32 $0, $1, 8;", bits, bits)
-        return _read(_in_pairs("and.b32 $0, $1, $2;", bits, tl.full([], mask, tl.int16)), GPU)
+        return _read(_in_pairs("and.b32 $0, $1, $2;", bits, tl.full([], MASK << stand, tl.int16)), GPU)
     else:
-        return _read((bits >> place * WIDTH // 8 * 8) & mask, GPU)
+        return _read(((bits >> start << stand) & (MASK << stand)).to(tl.int16), GPU)
 
 
 @triton.jit
@@ -96,9 +95,10 @@ def _limb(x, up: tl.constexpr, limb: tl.constexpr, LIMBS: tl.constexpr, GPU: tl.
 @triton.jit(do_not_specialize=["tokens"])
 def _kernel(x, w, out, tokens, rows, columns, units, units_a_split, scale,
             TYPE: tl.constexpr, LIMBS: tl.constexpr, PACK: tl.constexpr,  # of x: numbers that one load holds
-            PLACES: tl.constexpr, WIDTH: tl.constexpr, MASK: tl.constexpr, FLIP: tl.constexpr, ADD: tl.constexpr,
-            OFFSET: tl.constexpr, UP: tl.constexpr, DOWN: tl.constexpr, GPU: tl.constexpr, ONE: tl.constexpr,
-            TOKENS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr):
+            PLACES: tl.constexpr, WIDTH: tl.constexpr, STANDS: tl.constexpr, MASK: tl.constexpr, FLIP: tl.constexpr,
+            ADD: tl.constexpr, OFFSET: tl.constexpr, UP: tl.constexpr, DOWN: tl.constexpr, GPU: tl.constexpr,
+            FINE: tl.constexpr, ONE: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
+            UNITS: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     split = tl.program_id(1)
     first = split * units_a_split
@@ -112,37 +112,37 @@ def _kernel(x, w, out, tokens, rows, columns, units, units_a_split, scale,
                        mask=(unit < units)[:, None, :] & (row < rows)[None, :, None], other=0).to(tl.int16)
         if FLIP != 0:
             bits = (bits ^ FLIP).to(tl.int16) + ADD
-        # Summed apart, for the tensor cores cut sums off where float32's addition rounds.
-        step, step_offset = tl.zeros_like(total), tl.zeros_like(offset)
+        # In a long sum the tensor cores' rounding would show in float32: they cut off.
+        step = tl.zeros_like(total) if FINE else total
+        step_offset = tl.zeros_like(offset) if FINE else offset
         for place in tl.static_range(PLACES):
-            if ONE:
-                if place == 0:
-                    column = unit[:, :, None] * PLACES + tl.max_contiguous(token, 4)[None, None, :]
-                    number = tl.load(x + column, mask=(token < PLACES)[None, None, :] & (column < columns), other=0)
-            else:
-                if place % PACK == 0:
-                    at = (start + tl.arange(0, PARTS * UNITS))[:, None] * (PLACES // PACK) + place // PACK
-                    loaded = tl.load(x + token[None, :] * (columns // PACK) + at, other=0,
-                                     mask=(token < tokens)[None, :] & (at * PACK < columns))
-                    loaded = tl.reshape(loaded, (PARTS, UNITS, TOKENS))
-                number = loaded if PACK == 1 else (loaded >> 16 * (place % PACK)).to(tl.int16).to(TYPE, bitcast=True)
-            field = _fields(bits, place, WIDTH, MASK, GPU)
+            if not ONE and place % PACK == 0:
+                # One column of units, not parts × units: so Triton lays it out in shared memory without bank conflicts.
+                at = (start + tl.arange(0, PARTS * UNITS))[:, None] * (PLACES // PACK) + place // PACK
+                loaded = tl.load(x + token[None, :] * (columns // PACK) + at, other=0,
+                                 mask=(token < tokens)[None, :] & (at * PACK < columns))
+                loaded = tl.reshape(loaded, (PARTS, UNITS, TOKENS))
+            elif ONE and place == 0:
+                # In fours, not eights: those Triton would not copy to shared memory ahead of time.
+                column = unit[:, :, None] * PLACES + tl.max_contiguous(token, 4)[None, None, :]
+                loaded = tl.load(x + column, mask=(token < PLACES)[None, None, :] & (column < columns), other=0)
+            number = loaded if PACK == 1 else (loaded >> 16 * (place % PACK)).to(tl.int16).to(TYPE, bitcast=True)
+            field = _fields(bits, place * WIDTH, STANDS[place], MASK, GPU)
+            constant = _read(tl.full((PARTS, 16, UNITS), OFFSET << STANDS[place], tl.int16), GPU)
             for limb in tl.static_range(LIMBS):
+                limbs = _limb(number, UP / 2 ** STANDS[0 if ONE else place], limb, LIMBS, GPU)
                 if ONE:
-                    limbs = _limb(number, UP, limb, LIMBS, GPU)
-                    step += tl.dot(field, limbs) * tl.where(token == place, 2.0 ** -(place * WIDTH % 8), 0.0)[None, None, :]
+                    mine = tl.where(token == place, 2.0 ** (STANDS[0] - STANDS[place]), 0.0)
+                    step += tl.dot(field, limbs) * mine[None, None, :]
                 else:
-                    limbs = _limb(number, UP / 2 ** (place * WIDTH % 8), limb, LIMBS, GPU)
                     step = tl.dot(field, limbs, step)
                 if not ONE or place == 0:
-                    constant = _read(tl.full((PARTS, 16, UNITS), OFFSET << place * WIDTH % 8, tl.int16), GPU)
                     step_offset = tl.dot(constant, limbs, step_offset)
-        total += step
-        offset += step_offset
+        total = total + step if FINE else step
+        offset = offset + step_offset if FINE else step_offset
     sums = (tl.sum(total, 0) - (tl.sum(tl.sum(offset, 1), 0) / 16)[None, :]) * DOWN
     if ONE:
-        sums = tl.sum(sums, 1)[:, None]
-        token = tl.arange(0, 1)
+        sums, token = tl.sum(sums, 1)[:, None], tl.arange(0, 1)
     place = (split * tokens + token).to(tl.int64)[None, :] * rows + row[:, None]
     tl.store(out + place, (sums * scale).to(out.dtype.element_ty),
              mask=(token < tokens)[None, :] & (row < rows)[:, None])
@@ -195,6 +195,7 @@ def product(x: Tensor,  # (n, columns) float32, bfloat16 or float16, n from 1 to
     flip, add = (0, 0) if packed_width else (ones * 128, ones * ((1 << memory) // 2))
     places = (16 if wide else 8) // width
     pack = 4 if x.element_size() == 2 and places % 4 == columns % 4 == x.data_ptr() % 8 == 0 and tokens > 1 else 1
+    fine = x.dtype is torch.float32
     numbers = x.view(-1).view(torch.int64) if pack == 4 else x
 
     tile = tile or TILES[min(most for most in TILES if tokens <= most)]
@@ -208,9 +209,10 @@ def product(x: Tensor,  # (n, columns) float32, bfloat16 or float16, n from 1 to
         _kernel[(blocks, splits)](
             numbers, weights, sums, tokens, rows, columns, units, steps_a_split * tile.parts * tile.units, scale,
             TYPE=getattr(tl, str(x.dtype).removeprefix("torch.")), LIMBS=LIMBS[x.dtype], PACK=pack, PLACES=places,
-            WIDTH=width, MASK=(1 << width) - (1 << memory), FLIP=flip - (flip >> 15 << 16),  # as an int16
+            WIDTH=width, STANDS=tuple(8 - width if fine else place * width % 8 for place in range(places)),
+            MASK=(1 << width) - (1 << memory), FLIP=flip - (flip >> 15 << 16),  # as an int16
             ADD=add, OFFSET=top_level if packed_width else 128, UP=2.0**X_UP, DOWN=2.0 ** (133 - X_UP - memory),
-            GPU=x.is_cuda, ONE=tokens == 1, TOKENS=8 if tokens <= 8 else 16, PARTS=tile.parts, ROWS=tile.rows,
+            GPU=x.is_cuda, FINE=fine, ONE=tokens == 1, TOKENS=8 if tokens <= 8 else 16, PARTS=tile.parts, ROWS=tile.rows,
             UNITS=tile.units, num_warps=tile.parts, num_stages=tile.stages)
         if splits > 1:
             _sum_kernel[(triton.cdiv(out.numel(), SUM_BLOCK),)](sums, out, out.numel(), SPLITS=splits, BLOCK=SUM_BLOCK)

@@ -261,11 +261,14 @@ def rounding_factors(votes: Tensor, gain: float, shift: int) -> tuple[Tensor, Te
 
 def move(stored: Tensor,  # (rows, bytes) uint8 or (rows, columns) int8, changed in place
          votes: Tensor,  # (rows, columns) int32 or int64
-         columns: int, *, packed_width: int, top_level: int, memory_bits: int, follow: int, seed: int, step: int,
-         stream: int, call: int,
+         columns: int,
+         flips: Tensor,  # int64 scalar, to which is added how many levels change
+         *,
+         packed_width: int, top_level: int, memory_bits: int, follow: int,
+         seed: int, step: int, stream: int, call: int,
          row: Tensor | None = None, column: Tensor | None = None, cap: float = 0.0,  # step.Rounding
-         least: Tensor | None = None, largest: Tensor | None = None, p_min: int = 0) -> Tensor:  # step.TopK
-    """step.rounding or step.topk on a whole stored matrix, in place. Returns how many levels changed."""
+         least: Tensor | None = None, largest: Tensor | None = None, p_min: int = 0) -> None:  # step.TopK
+    """step.rounding or step.topk on a whole stored matrix, in place."""
     votes, gft_move = votes.contiguous(), _functions().gft_move
     rows = stored.shape[0]
     by_row, by_column = (torch.empty(0) if factor is None else factor.contiguous() for factor in (row, column))
@@ -278,9 +281,9 @@ def move(stored: Tensor,  # (rows, bytes) uint8 or (rows, columns) int8, changed
                         by_column.data_ptr(), cap, int(topk), *bounds, p_min, start, stop, columns, target.shape[1],
                         packed_width, top_level, memory_bits, follow, seed, step, stream, call)
 
-    flips = sum(_side_by_side(work, rows, votes.numel())) if votes.numel() else 0
+    changed = sum(_side_by_side(work, rows, votes.numel())) if votes.numel() else 0
     if target is not stored:
         stored.copy_(target)
     else:
         torch.autograd.graph.increment_version(stored)  # autograd does not see what a kernel writes
-    return torch.tensor(flips, dtype=torch.int64)
+    flips += changed

@@ -141,6 +141,7 @@ def _move_kernel(stored, votes, row_factor, column_factor, least, largest, flips
 def move(stored: Tensor,  # (rows, bytes) uint8 or (rows, columns) int8, changed in place
          votes: Tensor,  # (rows, columns) int32 or int64
          columns: int,
+         flips: Tensor,  # int64 scalar, to which is added how many levels change
          *,
          packed_width: int,  # bits of a packed level, 0 if stored with memory
          top_level: int,
@@ -148,9 +149,8 @@ def move(stored: Tensor,  # (rows, bytes) uint8 or (rows, columns) int8, changed
          follow: int,
          seed: int, step: int | Tensor, stream: int, call: int,
          row: Tensor | None = None, column: Tensor | None = None, cap: float | Tensor = 0.0,  # step.Rounding
-         least: Tensor | None = None, largest: Tensor | None = None, p_min: int = 0) -> Tensor:  # step.TopK
-    """step.rounding or step.topk on a whole stored matrix, in place. Returns how many levels changed."""
-    flips = torch.zeros((), dtype=torch.int64, device=stored.device)
+         least: Tensor | None = None, largest: Tensor | None = None, p_min: int = 0) -> None:  # step.TopK
+    """step.rounding or step.topk on a whole stored matrix, in place."""
     votes = votes.contiguous()
     unused = flips
     rows, bytes_a_row = stored.shape
@@ -165,4 +165,3 @@ def move(stored: Tensor,  # (rows, bytes) uint8 or (rows, columns) int8, changed
                 PACKED=packed_width > 0, WIDTH=packed_width or 8, TOP_LEVEL=top_level, MEMORY_BITS=memory_bits,
                 ROWS=rows_at_once, BYTES=bytes_at_once)
         torch.autograd.graph.increment_version(stored)  # autograd does not see what a kernel writes
-    return flips
