@@ -247,8 +247,8 @@ def measured(recipe):
 
 
 WEIGHTS = 48 * 48  # of one hidden layer, of two
-RMS = 2 * (48 + 48) * 4  # of x and delta: the running one and the mean square of this step
-COUNTS = 3 * 8  # flips, those of the last step, errors that were not finite
+RMS = 3 * (48 + 48) * 4  # of x and delta: the running one, its inverse and the mean square of this step
+COUNTS = 4 * 8  # flips: all, those of the last step, those since; errors that were not finite
 
 
 @pytest.mark.parametrize(("method", "bits", "settings", "layer"), [
