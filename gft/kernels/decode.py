@@ -4,10 +4,10 @@ Generating text multiplies one row of x, or a few, by every weight, so it takes 
 memory: 2 bits a weight instead of 16. At that pace (H200: 18 bytes a clock for each multiprocessor, 70 weights of 2 bits)
 fewer than two instructions may be spent on a weight, which rules out shift, mask, convert and multiply. Instead
 
-    a weight     is cut out where it stands, by one AND for two of them, and is a bfloat16 as it is: the 16 bits of a field
-                 that lies within the low 8 read as field · 2^-133, for bfloat16 keeps numbers that small
+    a weight     is cut out where it stands, by one AND for two of them, and is a bfloat16 as it is: 16 bits with a field
+                 among the low 8 and nothing else read as field · 2^-133, for bfloat16 keeps numbers that small
     the product  is taken by the tensor cores, which add exact products of such numbers in float32
-    x            is multiplied by 2^X_UP against the 2^-133, and by a power of two against the field's place
+    x            is multiplied by 2^X_UP against the 2^-133, and by a power of two against where the field stands
 
 so that a weight costs half an AND, a sixteenth of a shift (for the fields in the high 8 bits) and its share of an MMA.
 
@@ -15,16 +15,16 @@ Both forms of a weight (grid.py) are fields. Packed: level + I. Memory: flip a b
 high bits are level + 128 / 2^m, with no carry into the next byte since no value reaches beyond ±I levels. The offset comes
 off the sum: sum x · (code - offset) = sum x · code - offset · sum x, where the latter sum is an MMA, too, with a constant.
 
-    a unit       is 16 bits as they are stored (8 in a row of odd length), PLACES fields: column = unit · PLACES + place
-    the tile     of a step is (PARTS, ROWS, UNITS): a part is the share of a warp, which works on columns of its own
+    a unit       is 16 bits as they are stored (8 in rows of odd length), PLACES fields: column = unit · PLACES + place
+    a tile       of a step is (PARTS, ROWS, UNITS): a part is the share of a warp, which has columns of its own
 
 Field p of every unit together is a matrix whose columns are p, p + PLACES, …: x is taken apart the same way, so nothing is
-ever interleaved. One row of x needs not even be taken apart: all of its places are multiplied by each place's weights, for
-the tensor cores multiply by 8 columns anyway, and what belongs together is picked out of the product.
+ever interleaved. One row of x is not even taken apart: the tensor cores multiply by 8 columns anyway, so all of its places
+are multiplied by each place's weights, and what belongs together is picked out of the product.
 
-The result is exact but for float32's rounding of sums, whose order is fixed (no atomics), and of x's type: float16 and
-float32 are taken as 2 and 3 bfloat16 numbers that add up to them. For finite |x| below 1e20; what lies below 1e-15 loses
-precision. An infinity or NaN in a row of x makes that row of y NaN.
+What comes out: products are exact, float16 and float32 being taken as the 2 and 3 bfloat16 numbers that add up to them.
+Sums are float32's, in a fixed order (no atomics), and miss the definition by about 1e-6 of |x| · |weight row|; then y is
+rounded to x's type. This holds for |x| from 1e-15 to 1e20. An infinity or NaN in a row of x makes that row of y NaN.
 """
 
 from functools import cache
@@ -41,11 +41,12 @@ LIMBS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 
 
 class Tile(NamedTuple):
-    """A program's share of the weight in one step, each warp's being rows × units; steps whose loads are under way."""
-    parts: int  # also the number of warps
-    rows: int
-    units: int
-    stages: int
+    """What a program reads of the weight in one step."""
+
+    parts: int  # also its warps
+    rows: int  # a multiple of 16. More: x is read less often, and more registers are used
+    units: int  # a multiple of 16
+    stages: int  # steps that are on their way or at work at once
 
 
 TILES = {1: Tile(4, 16, 64, 3), 8: Tile(4, 64, 32, 3), 16: Tile(4, 64, 32, 2)}  # by the most rows of x they are for
@@ -56,7 +57,7 @@ SUM_BLOCK = 1024
 
 @triton.jit
 def _in_pairs(INSTRUCTION: tl.constexpr, a, b):
-    """One instruction on 16-bit numbers, two by two: Triton and LLVM would take them one by one."""
+    """One instruction for two 16-bit numbers: Triton would take them one by one. The rest of the code does without."""
     return tl.inline_asm_elementwise(INSTRUCTION, "=r,r,r", [a, b], dtype=tl.int16, is_pure=True, pack=2)
 
 
