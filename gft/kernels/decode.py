@@ -84,8 +84,10 @@ def _fields(bits, start: tl.constexpr, stand: tl.constexpr, MASK: tl.constexpr, 
 @triton.jit
 def _limb(x, up: tl.constexpr, limb: tl.constexpr, LIMBS: tl.constexpr, GPU: tl.constexpr):
     """One of the bfloat16 numbers that add up to x · up."""
-    if GPU and LIMBS == 1:
-        return _read(_in_pairs("mul.rn.bf16x2 $0, $1, $2;", x, tl.full([], up, tl.bfloat16)), GPU)
+    if GPU and LIMBS == 1:  # x · up + -0, for GPUs before Hopper have no multiplication of pairs
+        product = _in_pairs("{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }", x,
+                            tl.full([], up, tl.bfloat16))
+        return _read(product, GPU)
     else:
         rest = x.to(tl.float32) * up
         for _ in tl.static_range(limb):
@@ -196,8 +198,11 @@ def product(x: Tensor,  # (n, columns) float32, bfloat16 or float16, n from 1 to
     flip, add = (0, 0) if packed_width else (ones * 128, ones * ((1 << memory) // 2))
     places = (16 if wide else 8) // width
     pack = 4 if x.element_size() == 2 and places % 4 == columns % 4 == x.data_ptr() % 8 == 0 and tokens > 1 else 1
-    fine = x.dtype is torch.float32
     numbers = x.view(-1).view(torch.int64) if pack == 4 else x
+    # Before they add, tensor cores cut products off some 25 bits below the largest exponent, and all small numbers have the
+    # same exponent: a field is the more precise the higher in its byte. For float32 it is shifted up there, which costs.
+    fine = x.dtype is torch.float32
+    stands = tuple(8 - width if fine else place * width % 8 for place in range(places))
 
     tile = tile or TILES[min(most for most in TILES if tokens <= most)]
     blocks, steps = triton.cdiv(rows, tile.rows), triton.cdiv(units, tile.parts * tile.units)
@@ -210,8 +215,7 @@ def product(x: Tensor,  # (n, columns) float32, bfloat16 or float16, n from 1 to
         _kernel[(blocks, splits)](
             numbers, weights, sums, tokens, rows, columns, units, steps_a_split * tile.parts * tile.units, scale,
             TYPE=getattr(tl, str(x.dtype).removeprefix("torch.")), LIMBS=LIMBS[x.dtype], PACK=pack, PLACES=places,
-            WIDTH=width, STANDS=tuple(8 - width if fine else place * width % 8 for place in range(places)),
-            MASK=(1 << width) - (1 << memory), FLIP=flip - (flip >> 15 << 16),  # as an int16
+            WIDTH=width, STANDS=stands, MASK=(1 << width) - (1 << memory), FLIP=flip - (flip >> 15 << 16),  # as an int16
             ADD=add, OFFSET=top_level if packed_width else 128, UP=2.0**X_UP, DOWN=2.0 ** (133 - X_UP - memory),
             GPU=x.is_cuda, FINE=fine, ONE=tokens == 1, TOKENS=8 if tokens <= 8 else 16, PARTS=tile.parts, ROWS=tile.rows,
             UNITS=tile.units, num_warps=tile.parts, num_stages=tile.stages)
