@@ -273,7 +273,8 @@ def test_numbers_on_the_device_give_the_same_bits(fused):
     def moved(gain, cap, number):
         row, column = fused.rounding_factors(votes.to(DEVICE), gain, 0)
         new = stored.clone().to(DEVICE)
-        fused.move(new, votes.to(DEVICE), 65, torch.zeros((), dtype=torch.int64, device=DEVICE), **wide, row=row, column=column, cap=cap, **(STREAM | {"step": number}))
+        flips = torch.zeros((), dtype=torch.int64, device=DEVICE)
+        fused.move(new, votes.to(DEVICE), 65, flips, **wide, row=row, column=column, cap=cap, **(STREAM | {"step": number}))
         return new.cpu()
 
     def on_device(number):

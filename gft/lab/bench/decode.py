@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gft
-from gft.lab.bench.rows import Row, seconds
+from gft.lab.bench.rows import Row, captured, seconds
 from gft.lab.models import GPT
 
 BITS = (2, 4)
@@ -99,28 +99,6 @@ def write(writer: Greedy, tokens: int) -> None:
     writer.cache.length.zero_()
     for _ in range(tokens):
         writer.step()
-
-
-def captured(function: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """The function as one CUDA graph; on a CPU as it is."""
-    if device.type != "cuda":
-        return function
-    with torch.cuda.device(device):
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            for _ in range(3):  # compiles kernels and lets libraries make their choices
-                function()
-        torch.cuda.current_stream().wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            function()
-    return partial(_replay, graph, function)
-
-
-def _replay(graph: torch.cuda.CUDAGraph, function: Callable[[], None]) -> None:
-    """`function` is held on to for the tensors it owns, which the graph writes to."""
-    graph.replay()
 
 
 def _repeat(function: Callable[[], object]) -> None:

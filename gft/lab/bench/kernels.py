@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 import gft
-from gft.lab.bench.decode import captured
-from gft.lab.bench.rows import Row, seconds
+from gft.lab.bench.rows import Row, captured, seconds
 from gft.optimizer import move
 from gft.vote import tally
 

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,28 @@ def seconds(*functions: Callable[[], Any], device: torch.device, rounds: int = R
             if turn >= 2:
                 times.append(time.perf_counter() - start)
     return [statistics.median(times) for times in taken]
+
+
+def captured(function: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """The function as one CUDA graph; on a CPU as it is."""
+    if device.type != "cuda":
+        return function
+    with torch.cuda.device(device):
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(3):  # compiles kernels and lets libraries make their choices
+                function()
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            function()
+    return partial(_replay, graph, function)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, function: Callable[[], object]) -> None:
+    """`function` is held on to for the tensors it owns, which the graph writes to."""
+    graph.replay()
 
 
 def allocated(device: torch.device) -> int:
