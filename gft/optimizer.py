@@ -46,6 +46,9 @@ class GFT(Optimizer):
     inertia: For rule "rounding" with memory: the share of levels that wait in a step before they follow where their votes
         have carried them. It does what momentum does, without its state. At 0 every level follows at once and large
         networks are held to small lr; near 1 levels lag far behind; 1 would never move. Weights without memory have none.
+    quorum: For rule "rounding" without memory: votes below quorum · a(bits) rms are not heard, where a is the spacing of the
+        grid (1.22 at 2 bits, 0.35 at 4). At 0 all are, and at 2 bits noise moves more weights than the votes' mean does;
+        at 3 and more hardly any is.
     p_min: topk's least chance of a chosen weight to move. At 0 the weakest candidates never move; at 1 every candidate
         moves each step and training never settles.
     seed: of all random numbers; equal seeds, votes and steps give equal weights on every device.
@@ -54,10 +57,10 @@ class GFT(Optimizer):
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 0.2, rule: str = "rounding", vote: str = "int8", *,
-                 sample: str = "token", mask: str = "none", inertia: float = 0.9, p_min: float = 0.001, seed: int = 0,
-                 in_backward: bool = False) -> None:
-        defaults = {"lr": lr, "rule": rule, "vote": vote, "sample": sample, "mask": mask, "inertia": inertia, "p_min": p_min,
-                    "seed": seed, "in_backward": in_backward, "step": 0}
+                 sample: str = "token", mask: str = "none", inertia: float = 0.9, quorum: float = 1.6, p_min: float = 0.001,
+                 seed: int = 0, in_backward: bool = False) -> None:
+        defaults = {"lr": lr, "rule": rule, "vote": vote, "sample": sample, "mask": mask, "inertia": inertia,
+                    "quorum": quorum, "p_min": p_min, "seed": seed, "in_backward": in_backward, "step": 0}
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -149,8 +152,7 @@ class GFT(Optimizer):
         weight.ballot.votes = None  # type: ignore[attr-defined]
 
     def _move(self, weight: Tensor, group: dict[str, Any], call: int = 0) -> None:
-        move(weight, weight.ballot, call, lr=group["lr"], rule=group["rule"], p_min=group["p_min"],  # type: ignore[attr-defined]
-             inertia=group["inertia"])
+        move(weight, weight.ballot, call, **{key: group[key] for key in ("lr", "rule", "p_min", "inertia", "quorum")})  # type: ignore[attr-defined]
 
     def _count_flips(self, group: dict[str, Any]) -> None:
         """Take the step's flips over from the ballots. In place, as all state is renewed: a captured CUDA graph writes where
@@ -213,6 +215,8 @@ def check_settings(group: Mapping[str, Any]) -> None:
         raise ValueError(f"lr={lr}: for rule {group['rule']!r} lr is {what}; give a number from 0 to 1")
     if not 0 <= group["inertia"] < 1:
         raise ValueError(f"inertia={group['inertia']}: the share of levels that wait in a step is 0 or more and less than 1")
+    if not (math.isfinite(group["quorum"]) and group["quorum"] >= 0):
+        raise ValueError(f"quorum={group['quorum']}: a number of grid spacings, 0 or more")
     if not 0 <= group["p_min"] <= 1:
         raise ValueError(f"p_min={group['p_min']}: a chance lies between 0 and 1")
     if not (isinstance(group["seed"], int) and 0 <= group["seed"] < 2**64):
@@ -223,8 +227,8 @@ def _on_gpu(number: Any) -> bool:
     return isinstance(number, Tensor) and number.is_cuda
 
 
-def move(weight: Tensor, ballot: Ballot, call: int, *, lr: float | Tensor, rule: str, p_min: float,
-         inertia: float) -> None:
+def move(weight: Tensor, ballot: Ballot, call: int, *, lr: float | Tensor, rule: str, p_min: float, inertia: float,
+         quorum: float) -> None:
     """One step of one stored weight, in place, some rows at a time. How many levels changed is added to ballot.flips."""
     grid: Grid = weight.grid  # type: ignore[attr-defined]
     votes = ballot.votes
@@ -238,7 +242,9 @@ def move(weight: Tensor, ballot: Ballot, call: int, *, lr: float | Tensor, rule:
         bounds = rules.topk_bounds(votes, lr, ballot.ceiling if weight.is_cuda else None)
     elif isinstance(lr, Tensor) or lr > 0:
         levels = rules.levels_a_step(weight.read_scale(), grid.bits, grid.columns)  # type: ignore[attr-defined]
-        factors = rules.rounding_factors(votes, lr, grid.resolution, levels, ballot.ceiling)
+        heard = {} if grid.memory_bits else {"quorum": rules.quorum_of(quorum, grid.bits)}
+        levels = levels if grid.memory_bits else levels * rules.WITHOUT_MEMORY
+        factors = rules.rounding_factors(votes, lr, grid.resolution, levels, ballot.ceiling, **heard)
     if bounds is None and factors is None:
         return
     stream, follow = ballot.stream(0, call), rules.follow_of(inertia)

@@ -137,16 +137,22 @@ def rounding_moves(beta: Matrix, lr: float) -> Floats:
 
 
 def rounding(values: Matrix, beta: Matrix, noise: Matrix, *, lr: float, memory_bits: int, largest: int,
-             follow: int = 256) -> Matrix:
-    """w <- clip(stochastic_round(w - lr · u), -I, I); with memory `remembered` says what becomes of a stored value."""
+             follow: int = 256, quorum: float = 0.0) -> Matrix:
+    """w <- clip(stochastic_round(w - lr · heard(u)), -I, I); with memory `remembered` says what becomes of a stored value.
+    `lr` here is what a u of 1 is worth where all is heard."""
     resolution = 2 ** (memory_bits - 1) if memory_bits else 1
-    moves = [[stochastic_round(Fraction(int(move * resolution * 2**16), 2**16), n) for move, n in zip(*lines, strict=True)]
-             for lines in zip(rounding_moves(beta, lr), noise, strict=True)]
+    moves = [[stochastic_round(Fraction(int(heard(move, lr * quorum) * resolution * 2**16), 2**16), n)
+              for move, n in zip(*lines, strict=True)] for lines in zip(rounding_moves(beta, lr), noise, strict=True)]
     if not memory_bits:
         return [[clip(w - move, -largest, largest) for w, move in zip(*lines, strict=True)]
                 for lines in zip(values, moves, strict=True)]
     return [[remembered(value, move, n % 256 < follow, n // 256 % 2, memory_bits, largest)
              for value, move, n in zip(*lines, strict=True)] for lines in zip(values, moves, noise, strict=True)]
+
+
+def heard(move: float, unheard: float) -> float:
+    """What of a move is beyond the quorum."""
+    return sign(move) * max(abs(move) - unheard, 0.0)
 
 
 def remembered(value: int, move: int, follows: bool, ties_down: int, memory_bits: int, largest: int) -> int:

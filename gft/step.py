@@ -12,7 +12,7 @@ topk (paper, Alg. 1 and 3; k is a fraction)
 rounding (ours: every weight moves by the stochastic rounding of its share)
 
     u = clip(beta / sqrt(rowmean(beta²) · colmean(beta²) / mean(beta²)), -4, 4)
-    w <- clip(stochastic_round(w - lr · u), -I, I)                                   packed
+    w <- clip(stochastic_round(w - lr/2 · heard(u)), -I, I)                          packed
 
     z <- clip(stochastic_round(z - lr · u), -I, I)         kept to within one level of w   with memory
     w <- round(z)                                          with chance 1 - inertia, else w stays
@@ -21,6 +21,9 @@ z is where the votes have carried the weight, w the level that the network compu
 levels follow. Along any direction made of many weights w is then an average of past z that forgets by a share of
 1 - inertia a step, and that is momentum: v <- inertia · v + (1 - inertia) · u; w <- w - lr · v gives the same w. It costs
 no state: what waits is in the memory already. docs/method.md has the algebra and what it is worth.
+
+Without memory nothing adds votes up over steps, and most of them are noise: heard(u) = sign(u) · max(|u| - q, 0), scaled to
+rms 1, hears only what is beyond a quorum q, and the more so the coarser the grid is (`quorum_of`).
 
 Everything derived from votes is derived in integers, or rounded once in float, so that every device gives the same bits.
 """
@@ -37,6 +40,8 @@ from gft.grid import SPACING, values_to_levels
 ONE = 65536  # chance 1, and one stored value, in 16-bit fixed point
 FOLLOW_ALL = 256  # chance 1 of a level to follow
 CLIP = 4.0  # no weight moves by more than 4 times the rms move
+MOST_QUORUM = 3.0  # beyond it next to nothing is heard
+WITHOUT_MEMORY = 0.5  # of lr: nothing averages out what the rounding adds
 
 
 # ---------------------------------------------------------------------------------------------------- topk
@@ -115,6 +120,7 @@ class Rounding(NamedTuple):
     row: Tensor  # (out, 1) float32
     column: Tensor  # (1, in) float32
     cap: float | Tensor  # on the device if lr is
+    quiet: float = 0.0  # the share of `cap` that is taken off every move: weaker votes are not heard
 
 
 def square_shift(ceiling: int, rows: int, columns: int) -> int:
@@ -150,13 +156,27 @@ def levels_a_step(scale: float, bits: int, inputs: int) -> float:
     return SPACING[4] * size / scale * min(1.0, math.sqrt(REFERENCE_INPUTS / inputs))
 
 
+def quorum_of(quorum: float, bits: int) -> float:
+    """How many rms a vote must exceed where there is no memory. A level gone the wrong way costs as much as the grid is
+    coarse, so the quorum grows with its spacing: for quorum 1.6 it is 2 rms at 2 bits and 0.6 at 4."""
+    return min(quorum * SPACING[bits], MOST_QUORUM)
+
+
+def rms_heard(quorum: float) -> float:
+    """The rms of max(|u| - quorum, 0) for Gaussian u of rms 1."""
+    beyond, density = math.erfc(quorum / math.sqrt(2)) / 2, math.exp(-(quorum**2) / 2) / math.sqrt(2 * math.pi)
+    return math.sqrt(2 * ((1 + quorum**2) * beyond - quorum * density))
+
+
 def rounding_factors(votes: Tensor,  # (out, in)
                      lr: float | Tensor,  # a number, or one on the device
                      resolution: int,  # of a level
                      levels: float = 1.0,  # the rms move of a weight at lr = 1
-                     ceiling: int | None = None) -> Rounding:  # what no |beta| exceeds; None: it is looked up
+                     ceiling: int | None = None,  # what no |beta| exceeds; None: it is looked up
+                     quorum: float = 0.0) -> Rounding:  # in rms
     """1/sqrt of row and column mean squares, as the two float factors of every move."""
     # The product of two float32, so that a lr on the device gives the same bits.
+    levels = levels / rms_heard(quorum) if quorum else levels
     gain = torch.as_tensor(lr, dtype=torch.float32) * torch.tensor(levels * resolution * ONE, dtype=torch.float32).item()
     gain = gain if votes.is_cuda and gain.is_cuda else gain.item()
     if ceiling is None:
@@ -165,8 +185,8 @@ def rounding_factors(votes: Tensor,  # (out, in)
     kernel = kernels.twin_of(votes)
     if kernel is not None and votes.numel() and votes.dtype in (torch.int32, torch.int64):
         row, column = kernel.rounding_factors(votes, gain, shift)
-        return Rounding(row, column, CLIP * gain)
-    return _factors(votes, gain, shift)
+        return Rounding(row, column, CLIP * gain, quorum / CLIP)
+    return _factors(votes, gain, shift)._replace(quiet=quorum / CLIP)
 
 
 def _factors(votes: Tensor, gain: float | Tensor, shift: int) -> Rounding:
@@ -195,6 +215,9 @@ def rounding(values: Tensor,  # (rows, in) int8
     a chance of follow/256."""
     share = votes.float() * factors.row * factors.column
     move = share.clamp_(-factors.cap, factors.cap).to(torch.int32)  # type: ignore[call-overload, arg-type]
+    if factors.quiet:  # in integers: no add a GPU could fuse with the product before it
+        unheard = (torch.as_tensor(factors.cap, dtype=torch.float32) * factors.quiet).to(torch.int32)
+        move = move - torch.minimum(torch.maximum(move, -unheard), unheard)
     move = move.add_(noise).bitwise_right_shift_(16)
     if memory_bits == 0:
         return (values - move).clamp_(-limit, limit).to(torch.int8)

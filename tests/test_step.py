@@ -210,6 +210,26 @@ def test_squares_of_the_largest_votes_fit(ceiling, shape):
     assert shift == 0 or (2 ** ceiling.bit_length() >> (shift - 1)) ** 2 * 2 ** max(shape).bit_length() > 2**63
 
 
+def test_only_votes_beyond_the_quorum_are_heard():
+    """Against the reference; and for Gaussian votes the rms move stays lr."""
+    values, noise, quorum = random_values((63, 65), 1), noise_of((63, 65)), step.quorum_of(1.6, 2)
+    votes = (torch.randn(63, 65, generator=torch.Generator().manual_seed(6)) * 1000).to(torch.int32)
+    assert quorum == pytest.approx(2, abs=0.05)
+    assert step.quorum_of(1.6, 4) == pytest.approx(0.57, abs=0.05)
+    factors = step.rounding_factors(votes, 0.2, 1, quorum=quorum)
+    new = step.rounding(values, votes, noise, factors, 1)
+    expected = reference.rounding(values.tolist(), votes.tolist(), noise.tolist(), lr=0.2 / step.rms_heard(quorum),
+                                  memory_bits=0, largest=1, quorum=quorum)
+    assert (new != torch.tensor(expected)).sum() <= 1  # where float32 and float64 differ in the last of 16 bits
+    assert (new != values).any()
+    size = votes.float() * factors.row * factors.column / (factors.cap / step.CLIP)
+    assert torch.equal(new[size.abs() < 0.999 * quorum], values[size.abs() < 0.999 * quorum])
+
+    z = torch.randn(1_000_000, generator=torch.Generator().manual_seed(5)).double()
+    for one in (0.0, 0.57, 1.0, quorum):
+        assert float((z.abs() - one).clamp_min(0).square().mean().sqrt()) == pytest.approx(step.rms_heard(one), rel=0.02)
+
+
 def test_levels_a_step_measures_a_move_in_weights_not_in_levels():
     for bits in range(2, 9):
         for inputs, growth in ((9, 1.0), (128, 1.0), (512, 2.0)):
@@ -341,14 +361,15 @@ def test_move_equals_the_rule_on_the_whole_matrix(shape, rule, memory):
     weight.grid, weight.read_scale = kept, lambda: 0.05
     ballot = Ballot(vote="int8", sample="token", mask="none", seed=91, layer=4, step=17, votes=votes)
 
-    move(weight, ballot, 2, lr=0.45, rule=rule, p_min=0.03, inertia=0.75)
+    move(weight, ballot, 2, lr=0.45, rule=rule, p_min=0.03, inertia=0.75, quorum=1.1)
 
     noise = noise16(votes.numel(), seed=91, step=17, stream=3 * 4, call=2).view(shape)
     if rule == "topk":
         expected = step.topk(old, votes, noise, step.topk_bounds(votes, 0.45), 0.03, kept.unit, kept.limit)
     else:
-        levels = step.levels_a_step(0.05, 3, shape[1])
-        factors = step.rounding_factors(votes, 0.45, kept.resolution, levels)
+        levels = step.levels_a_step(0.05, 3, shape[1]) * (1 if memory else 0.5)
+        factors = step.rounding_factors(votes, 0.45, kept.resolution, levels,
+                                        quorum=0 if memory else step.quorum_of(1.1, 3))
         expected = step.rounding(old, votes, noise, factors, kept.limit, kept.memory_bits, follow=64)
     assert torch.equal(kept.values(weight), expected)
     assert int(ballot.flips) == int((kept.levels(weight) != kept.value_levels(old)).sum()) > 0
@@ -361,6 +382,6 @@ def test_move_at_lr_zero_changes_nothing(rule):
     weight.grid = kept
     before = weight.clone()
     ballot = Ballot(vote="sign", sample="token", mask="none", seed=1, layer=0, votes=random_votes((63, 65)))
-    move(weight, ballot, 0, lr=0.0, rule=rule, p_min=0.5, inertia=0.5)
+    move(weight, ballot, 0, lr=0.0, rule=rule, p_min=0.5, inertia=0.5, quorum=1.6)
     assert int(ballot.flips) == 0
     assert torch.equal(weight, before)

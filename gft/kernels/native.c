@@ -357,11 +357,12 @@ typedef struct {
 } Rule;
 
 static void rounded_moves(int16_t *move, const int32_t *narrow, const int64_t *broad, int count, const uint16_t *noise,
-                          float by_row, const float *by_column, float cap) {
+                          float by_row, const float *by_column, float cap, int32_t unheard) {
     for (int i = 0; i < count; i++) {
         float share = (broad ? (float)broad[i] : (float)narrow[i]) * by_row * by_column[i];
-        share = share < -cap ? -cap : share > cap ? cap : share;
-        move[i] = (int16_t)(((int32_t)share + (int32_t)noise[i]) >> 16);
+        int32_t whole = (int32_t)(share < -cap ? -cap : share > cap ? cap : share);
+        whole -= whole < -unheard ? -unheard : whole > unheard ? unheard : whole;
+        move[i] = (int16_t)((whole + (int32_t)noise[i]) >> 16);
     }
 }
 
@@ -447,7 +448,7 @@ static void write_values(uint8_t *bytes, int8_t *values, int count, Form form) {
 /* Rows `from` to `to` of a stored matrix, in place; returns how many levels changed. `width`: bits of a packed level, 0 if
  * stored with memory. */
 int64_t gft_move(uint8_t *stored, const void *votes, int wide, const float *row_factor, const float *column_factor, float cap,
-                 int topk, int64_t least, int64_t largest, int64_t p_min, int64_t from, int64_t to, int64_t columns,
+                 float quiet, int topk, int64_t least, int64_t largest, int64_t p_min, int64_t from, int64_t to, int64_t columns,
                  int64_t bytes_a_row, int width, int top_level, int memory_bits, int follow, uint64_t seed, uint32_t step,
                  uint32_t stream, uint32_t call) {
     Stream s = {seed, step, stream, call};
@@ -468,7 +469,8 @@ int64_t gft_move(uint8_t *stored, const void *votes, int wide, const float *row_
             if (topk)
                 topk_moves(move, narrow, broad, count, noise, &rule, (int16_t)(1 << memory_bits));
             else
-                rounded_moves(move, narrow, broad, count, noise, row_factor[row], column_factor + start, rule.cap);
+                rounded_moves(move, narrow, broad, count, noise, row_factor[row], column_factor + start, rule.cap,
+                              (int32_t)(cap * quiet));
             read_values(old, bytes, count, form);
             flips += topk || memory_bits == 0 ? move_values(new, old, move, count, form)
                                               : move_with_inertia(new, old, move, noise, count, form);

@@ -71,6 +71,7 @@ class Recipe:
     mask: str = "none"
     lr: float = 0.2
     inertia: float = 0.9
+    quorum: float = 1.6
     p_min: float = 0.001
 
     # how the rest learns: AdamW's arguments

@@ -67,7 +67,7 @@ def rounding_factors(votes: Tensor, gain: float | Tensor, shift: int) -> tuple[T
 
 
 @triton.jit
-def _moved(old, vote, noise, row_factor, column_factor, cap, follow, least, largest, p_min,
+def _moved(old, vote, noise, row_factor, column_factor, cap, quiet, follow, least, largest, p_min,
            TOPK: tl.constexpr, TOP_LEVEL: tl.constexpr, MEMORY_BITS: tl.constexpr):
     """The new values: step.topk or step.rounding."""
     UNIT: tl.constexpr = 1 << MEMORY_BITS
@@ -80,7 +80,11 @@ def _moved(old, vote, noise, row_factor, column_factor, cap, follow, least, larg
         move = tl.where(moves, tl.where(vote > 0, UNIT, -UNIT), 0)
     else:
         share = vote.to(tl.float32) * row_factor * column_factor
-        move = (tl.minimum(tl.maximum(share, -cap), cap).to(tl.int32) + noise) >> 16
+        move = tl.minimum(tl.maximum(share, -cap), cap).to(tl.int32)
+        if MEMORY_BITS == 0:
+            unheard = (tl.full((1, 1), cap, tl.float32) * tl.full((1, 1), quiet, tl.float32)).to(tl.int32)
+            move -= tl.minimum(tl.maximum(move, -unheard), unheard)
+        move = (move + noise) >> 16
     if TOPK or MEMORY_BITS == 0:
         return tl.minimum(tl.maximum(old - move, -TOP_LEVEL * UNIT), TOP_LEVEL * UNIT)
     level = (old + HALF) >> MEMORY_BITS
@@ -91,9 +95,9 @@ def _moved(old, vote, noise, row_factor, column_factor, cap, follow, least, larg
     return tl.where((noise & 255) < follow, nearest, level) * HALF + z
 
 
-@triton.jit(do_not_specialize=[*STREAM, "cap", "p_min", "follow"])
-def _move_kernel(stored, votes, row_factor, column_factor, least, largest, flips, rows, columns, bytes_a_row, cap, p_min,
-                 follow, seed, step, stream, call,
+@triton.jit(do_not_specialize=[*STREAM, "cap", "quiet", "p_min", "follow"])
+def _move_kernel(stored, votes, row_factor, column_factor, least, largest, flips, rows, columns, bytes_a_row, cap, quiet,
+                 p_min, follow, seed, step, stream, call,
                  TOPK: tl.constexpr, CAP_ON_DEVICE: tl.constexpr, BY_EIGHTS: tl.constexpr, PACKED: tl.constexpr,
                  WIDTH: tl.constexpr, TOP_LEVEL: tl.constexpr, MEMORY_BITS: tl.constexpr, ROWS: tl.constexpr,
                  BYTES: tl.constexpr):
@@ -122,12 +126,12 @@ def _move_kernel(stored, votes, row_factor, column_factor, least, largest, flips
     else:
         noise = noise16(element, seed, step, stream, call)
     if TOPK:
-        new = _moved(old, vote, noise, 0.0, 0.0, cap, follow, tl.load(least), tl.load(largest), p_min,
+        new = _moved(old, vote, noise, 0.0, 0.0, cap, quiet, follow, tl.load(least), tl.load(largest), p_min,
                      TOPK, TOP_LEVEL, MEMORY_BITS)
     else:
         by_row = tl.load(row_factor + row, mask=row < rows, other=0.0)[:, None]
         by_column = tl.load(column_factor + column, mask=column < columns, other=0.0)[None, :]
-        new = _moved(old, vote, noise, by_row, by_column, cap, follow, 0, 0, p_min, TOPK, TOP_LEVEL, MEMORY_BITS)
+        new = _moved(old, vote, noise, by_row, by_column, cap, quiet, follow, 0, 0, p_min, TOPK, TOP_LEVEL, MEMORY_BITS)
     HALF: tl.constexpr = (1 << MEMORY_BITS) // 2
     changed = live & (((new + HALF) >> MEMORY_BITS) != ((old + HALF) >> MEMORY_BITS))
     if PACKED:
@@ -148,7 +152,8 @@ def move(stored: Tensor,  # (rows, bytes) uint8 or (rows, columns) int8, changed
          memory_bits: int,
          follow: int,
          seed: int, step: int | Tensor, stream: int, call: int,
-         row: Tensor | None = None, column: Tensor | None = None, cap: float | Tensor = 0.0,  # step.Rounding
+         row: Tensor | None = None, column: Tensor | None = None, cap: float | Tensor = 0.0,
+         quiet: float = 0.0,  # step.Rounding
          least: Tensor | None = None, largest: Tensor | None = None, p_min: int = 0) -> None:  # step.TopK
     """step.rounding or step.topk on a whole stored matrix, in place."""
     votes = votes.contiguous()
@@ -160,7 +165,7 @@ def move(stored: Tensor,  # (rows, bytes) uint8 or (rows, columns) int8, changed
         with torch.cuda.device_of(stored):
             _move_kernel[(triton.cdiv(rows, rows_at_once), triton.cdiv(bytes_a_row, bytes_at_once))](
                 stored, votes, *(unused if one is None else one.contiguous() for one in (row, column, least, largest)),
-                flips, rows, columns, bytes_a_row, cap, p_min, follow, seed, on_device(step, stored), stream, call,
+                flips, rows, columns, bytes_a_row, cap, quiet, p_min, follow, seed, on_device(step, stored), stream, call,
                 TOPK=least is not None, CAP_ON_DEVICE=isinstance(cap, Tensor), BY_EIGHTS=columns % 8 == 0,
                 PACKED=packed_width > 0, WIDTH=packed_width or 8, TOP_LEVEL=top_level, MEMORY_BITS=memory_bits,
                 ROWS=rows_at_once, BYTES=bytes_at_once)
