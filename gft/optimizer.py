@@ -56,7 +56,7 @@ class GFT(Optimizer):
         `step` then only counts. Each micro-batch moves the weights by itself.
     """
 
-    def __init__(self, params: Iterable[Any], lr: float = 0.2, rule: str = "rounding", vote: str = "int8", *,
+    def __init__(self, params: Iterable[Any], lr: float = 0.1, rule: str = "rounding", vote: str = "int8", *,
                  sample: str = "token", mask: str = "none", inertia: float = 0.9, quorum: float = 1.6, p_min: float = 0.001,
                  seed: int = 0, in_backward: bool = False) -> None:
         defaults = {"lr": lr, "rule": rule, "vote": vote, "sample": sample, "mask": mask, "inertia": inertia,

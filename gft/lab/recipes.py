@@ -69,7 +69,7 @@ class Recipe:
     vote: str = "int8"
     sample: str = "token"
     mask: str = "none"
-    lr: float = 0.2
+    lr: float = 0.1
     inertia: float = 0.9
     quorum: float = 1.6
     p_min: float = 0.001
@@ -168,7 +168,7 @@ def shakespeare_gpt(quantize: str, bits: int) -> Recipe:
     """One row of Table 2: nanoGPT, 2000 steps of 128 windows of 256 characters."""
     return Recipe(**row("shakespeare-gpt", quantize, bits, SHAKESPEARE_GPT[quantize, bits]), metric="loss", model="gpt",
                   data="shakespeare", batch=128, steps=2000, warmup=10, eval_every=100, eval_batch=128, width=384, depth=6,
-                  heads=6, dropout=0.2, precision="bf16", compiled=True)
+                  heads=6, dropout=0.2, precision="bf16", compiled=True, lr=0.2)
 
 
 def mnist_vit(quantize: str, bits: int) -> Recipe:
@@ -210,7 +210,7 @@ def as_paper(recipe: Recipe) -> Recipe:
 
 def as_packed(recipe: Recipe) -> Recipe:
     """The same by the default rule without memory: 0.25 B a 2-bit weight, 0.5 B a 3- or 4-bit one, and no state."""
-    return dataclasses.replace(recipe, name=f"{recipe.name}-packed", memory=False)
+    return dataclasses.replace(recipe, name=f"{recipe.name}-packed", memory=False, lr=0.1)
 
 
 VARIANTS = ("default", "paper", "packed")

@@ -31,7 +31,7 @@ from gft.vote import tally
 
 DRAWN_AT_ONCE = 1 << 26  # levels drawn at once: 256 MB of floats
 HEAD = 128  # features of an attention head
-LR, DENSE_LR = 0.02, 3e-4  # docs/benchmarks.md says how they were chosen
+LR, DENSE_LR = 0.1, 3e-4  # docs/benchmarks.md says how they were chosen
 WARM_UP = 5  # steps in which the rates rise: votes of a fresh network agree more than later ones
 REFERENCE_WIDTH = 128  # at which the head's rate is the other dense parts'
 SECONDS_IN_ALL = 150.0
