@@ -119,7 +119,7 @@ class Rounding(NamedTuple):
 
     row: Tensor  # (out, 1) float32
     column: Tensor  # (1, in) float32
-    cap: float | Tensor  # on the device if lr is
+    cap: float | Tensor  # on a GPU: there
     quiet: float = 0.0  # the share of `cap` that is taken off every move: weaker votes are not heard
 
 
@@ -175,22 +175,23 @@ def rounding_factors(votes: Tensor,  # (out, in)
                      ceiling: int | None = None,  # what no |beta| exceeds; None: it is looked up
                      quorum: float = 0.0) -> Rounding:  # in rms
     """1/sqrt of row and column mean squares, as the two float factors of every move."""
-    # The product of two float32, so that a lr on the device gives the same bits.
     levels = levels / rms_heard(quorum) if quorum else levels
-    gain = torch.as_tensor(lr, dtype=torch.float32) * torch.tensor(levels * resolution * ONE, dtype=torch.float32).item()
-    gain = gain if votes.is_cuda and gain.is_cuda else gain.item()
+    # lr times this, both float32, so that a lr on the device gives the same bits.
+    worth = torch.tensor(levels * resolution * ONE, dtype=torch.float32).item()
     if ceiling is None:
         ceiling = int(votes.abs().max()) if votes.numel() else 0
     shift = square_shift(ceiling, *votes.shape)
     kernel = kernels.twin_of(votes)
     if kernel is not None and votes.numel() and votes.dtype in (torch.int32, torch.int64):
-        row, column = kernel.rounding_factors(votes, gain, shift)
-        return Rounding(row, column, CLIP * gain, quorum / CLIP)
-    return _factors(votes, gain, shift)._replace(quiet=quorum / CLIP)
+        row, column, cap = kernel.rounding_factors(votes, lr, worth, shift, clip=CLIP)
+        return Rounding(row, column, cap, quorum / CLIP)
+    return _factors(votes, lr, worth, shift)._replace(quiet=quorum / CLIP)
 
 
-def _factors(votes: Tensor, gain: float | Tensor, shift: int) -> Rounding:
+def _factors(votes: Tensor, lr: float | Tensor, worth: float, shift: int) -> Rounding:
     """The definition of `rounding_factors`."""
+    gain = torch.as_tensor(lr, dtype=torch.float32) * worth
+    gain = gain if gain.is_cuda else gain.item()
     row, column = _squares(votes, shift)
     out, features = votes.shape
 

@@ -95,30 +95,30 @@ class Quantized(NamedTuple):
 
     q: Tensor  # (n, features) int8
     square: Tensor | None  # (features,) float32: the mean square of each feature; None for signs, which have no scale
-    not_finite: Tensor  # scalar: how many values were NaN or inf
 
 
 def quantize_by_stream(values: Tensor,  # (n, features) float
                        vote: str,
                        rms: Tensor | None,  # (features,); None: that of `values` itself
                        stream: Stream,
-                       factors: Tensor | None = None) -> Quantized:  # fixed_point_factor of rms, if it is there already
+                       factors: Tensor | None = None,  # fixed_point_factor of rms, if it is there already
+                       counted: Tensor | None = None) -> Quantized:  # scalar, to which is added what is NaN or inf
     """`quantize` with the noise of a stream, and what else is asked of the values; in one kernel where there is one."""
     kernel, code = kernels.twin_of(values), CODES[vote]
+    if kernel is not None and (vote != "sign" or values.is_cuda):
+        rms = mean_square(values).sqrt() if rms is None and vote != "sign" else rms
+        if factors is None and rms is not None:
+            factors = fixed_point_factor(code, rms)
+        q, square = kernel.quantize(values, factors, counted, largest=code.largest, largest_squared=LARGEST_SQUARED,
+                                    **stream)
+        return Quantized(q, None if vote == "sign" else square)
+    if counted is not None:
+        counted += (~torch.isfinite(values)).sum()
     if vote == "sign":
-        if kernel is None or not values.is_cuda:
-            return Quantized(quantize(values, vote), None, (~torch.isfinite(values)).sum())
-        q, _, bad = kernel.quantize(values, None, largest=1, largest_squared=LARGEST_SQUARED, **stream)
-        return Quantized(q, None, bad)
-    square = mean_square(values) if rms is None or kernel is None else None
-    if rms is None:
-        assert square is not None
-        rms = square.sqrt()
-    if kernel is not None:
-        factors = fixed_point_factor(code, rms) if factors is None else factors
-        return Quantized(*kernel.quantize(values, factors, largest=code.largest, largest_squared=LARGEST_SQUARED, **stream))
-    q = quantize(values, vote, rms, noise16(values.numel(), **stream, device=values.device))
-    return Quantized(q, square, (~torch.isfinite(values)).sum())
+        return Quantized(quantize(values, vote), None)
+    square = mean_square(values)
+    rms = square.sqrt() if rms is None else rms
+    return Quantized(quantize(values, vote, rms, noise16(values.numel(), **stream, device=values.device)), square)
 
 
 # ---------------------------------------------------------------------------------------------------- the product
@@ -248,9 +248,10 @@ class Ballot:
              levels: Tensor | None = None) -> None:  # (out, in), for the literal mask
         """Add the votes of one backward pass. `pieces` pairs the quantized delta with the x each row of it voted on."""
         vote = self.vote_for(sequence)
-        q, delta_square, bad = quantize_by_stream(delta, vote, self.delta_rms, self.stream(2, self.call),
-                                                  self._factors("delta_rms", vote))
-        self.not_finite = bad if self.not_finite is None else self.not_finite.add_(bad)
+        if self.not_finite is None or self.not_finite.device != delta.device:
+            self.not_finite = torch.zeros((), dtype=torch.int64, device=delta.device)
+        q, delta_square = quantize_by_stream(delta, vote, self.delta_rms, self.stream(2, self.call),
+                                             self._factors("delta_rms", vote), self.not_finite)
         self._remember("x_rms", x_square)
         self._remember("delta_rms", delta_square)
         self.batches += 1

@@ -53,12 +53,13 @@ def test_quantize_kernel_equals_definition(twin, shape, kind):
     rms[5] = 0
     expected = vote.quantize(x, kind, rms, philox.noise16(x.numel(), **STREAM))
     code = vote.CODES[kind]
-    got, square, not_finite = kernel.quantize(x.to(device), vote.fixed_point_factor(code, rms.to(device)),
-                                              largest=code.largest, largest_squared=vote.LARGEST_SQUARED, **STREAM)
+    counted = torch.tensor(5, device=device)
+    got, square = kernel.quantize(x.to(device), vote.fixed_point_factor(code, rms.to(device)), counted,
+                                  largest=code.largest, largest_squared=vote.LARGEST_SQUARED, **STREAM)
     assert torch.equal(got.cpu(), expected)
     assert expected.any()
     torch.testing.assert_close(square.cpu(), vote.mean_square(x), rtol=1e-5, atol=0)
-    assert int(not_finite) == 3
+    assert int(counted) == 5 + 3
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -75,7 +76,7 @@ def test_move_kernel_equals_definition(twin, shape, bits, memory, rule, dtype):
     old = grid.values(stored)
     if rule == "rounding":
         shift = step.square_shift(int(votes.abs().max()), *shape)
-        factors = step._factors(votes, 0.5 * grid.resolution * 65536, shift)._replace(quiet=0 if grid.memory_bits else 0.07)
+        factors = step._factors(votes, 0.5, grid.resolution * 65536.0, shift)._replace(quiet=0 if grid.memory_bits else 0.07)
         new = step.rounding(old, votes, noise, factors, grid.limit, grid.memory_bits, follow=90)
         settings = factors._asdict() | {"row": factors.row.to(device), "column": factors.column.to(device)}
     else:
@@ -100,11 +101,12 @@ def test_rounding_factors_kernel_equals_definition(twin, shape, dtype, silent):
     votes = random_votes(shape, dtype)
     if silent:
         votes[0] = votes[:, 3] = 0
-    gain = 0.3125 * 8 * 65536  # a float32
+    lr, worth = 0.3, 8 * 65536.0
     shift = step.square_shift(int(votes.abs().max()), *shape)
     assert (shift > 0) == (dtype is torch.int64 and bool(votes.any()))
-    expected = step._factors(votes, gain, shift)
-    row, column = kernel.rounding_factors(votes.to(device), gain, shift)
+    expected = step._factors(votes, lr, worth, shift)
+    row, column, cap = kernel.rounding_factors(votes.to(device), lr, worth, shift, clip=step.CLIP)
+    assert float(cap) == expected.cap
     assert torch.equal(row.cpu(), expected.row)
     assert torch.equal(column.cpu(), expected.column)
     assert (expected.row == 0).any() == silent
@@ -118,14 +120,17 @@ def test_c_kernels_give_the_same_whatever_the_threads(threads, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     x = torch.randn(300, 77, generator=torch.Generator().manual_seed(3))
     code = vote.CODES["int8"]
-    q, square, _ = native.quantize(x, vote.fixed_point_factor(code, torch.ones(77)), largest=127, largest_squared=1e15,
-                                   **STREAM)
+    q, square = native.quantize(x, vote.fixed_point_factor(code, torch.ones(77)), largest=127, largest_squared=1e15,
+                                **STREAM)
     assert torch.equal(q, vote.quantize(x, "int8", torch.ones(77), philox.noise16(x.numel(), **STREAM)))
     sums = torch.stack([piece.double().square().sum(0) for piece in x.split(native.ROWS_OF_SQUARES)]).sum(0)
     assert torch.equal(square, (sums / 300).float())
     votes, grid = random_votes((131, 77), torch.int32), Grid(2, 131, 77, memory=False)
-    factors = step._factors(votes, 32768.0, 2)
-    assert all(torch.equal(*pair) for pair in zip(native.rounding_factors(votes, 32768.0, 2), factors[:2], strict=True))
+    factors = step._factors(votes, 0.5, 65536.0, 2)
+    row, column, cap = native.rounding_factors(votes, 0.5, 65536.0, 2, clip=step.CLIP)
+    assert torch.equal(row, factors.row)
+    assert torch.equal(column, factors.column)
+    assert cap == factors.cap
     stored = grid.store(torch.randint(-1, 2, (131, 77), generator=torch.Generator().manual_seed(2)))
     new = step.rounding(grid.values(stored), votes, philox.noise16(votes.numel(), **STREAM).view(131, 77), factors, 1)
     flips = torch.zeros((), dtype=torch.int64)
@@ -270,23 +275,19 @@ def test_numbers_on_the_device_give_the_same_bits(fused):
     stored = grid.store(torch.zeros(63, 65, dtype=torch.int8))
     wide = {"packed_width": 0, "top_level": 7, "memory_bits": 4, "follow": 90}
 
-    def moved(gain, cap, number):
-        row, column = fused.rounding_factors(votes.to(DEVICE), gain, 0)
-        new = stored.clone().to(DEVICE)
-        flips = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    def moved(lr, number):
+        row, column, cap = fused.rounding_factors(votes.to(DEVICE), lr, 90000.0, 0, clip=step.CLIP)
+        new, flips = stored.clone().to(DEVICE), torch.zeros((), dtype=torch.int64, device=DEVICE)
         fused.move(new, votes.to(DEVICE), 65, flips, **wide, row=row, column=column, cap=cap, **(STREAM | {"step": number}))
         return new.cpu()
 
     def on_device(number):
         return torch.tensor(number, device=DEVICE)
 
-    one = moved(30000.0, 120000.0, 77)
+    one = moved(0.3, 77)
     assert one.any()
-    assert torch.equal(one, moved(on_device(30000.0), on_device(120000.0), on_device(77)))
-    assert not moved(on_device(0.0), on_device(0.0), 77).any()
-
-
-# ---------------------------------------------------------------------------------------------------- C alone
+    assert torch.equal(one, moved(on_device(0.3), on_device(77)))
+    assert not moved(on_device(0.0), 77).any()
 
 
 @pytest.fixture
@@ -316,7 +317,7 @@ def test_c_move_equals_definition_over_several_blocks(c, bits, memory, gain):
     shape = (3, 4101)
     grid, top, votes = Grid(bits, *shape, memory), largest_level(bits), random_votes(shape, torch.int32)
     old = torch.randint(-grid.limit, grid.limit + 1, shape, generator=torch.Generator().manual_seed(2)).to(torch.int8)
-    stored, factors = grid.from_values(old.clone()), step._factors(votes, gain, 0)
+    stored, factors = grid.from_values(old.clone()), step._factors(votes, 1.0, gain, 0)
     new = step.rounding(old, votes, philox.noise16(votes.numel(), **STREAM).view(shape), factors, grid.limit,
                         grid.memory_bits, follow=90)
     flips = torch.zeros((), dtype=torch.int64)
@@ -332,8 +333,11 @@ def test_c_rounding_factors_equal_definition_for_large_votes(c, size):
     votes[2, 3], votes[4, 4100] = size, -size
     shift = step.square_shift(size, 5, 4101)
     assert (shift > 0) == (size == 2**30)
-    expected = step._factors(votes, 32768.0, shift)
-    assert all(torch.equal(*pair) for pair in zip(c.rounding_factors(votes, 32768.0, shift), expected[:2], strict=True))
+    expected = step._factors(votes, 0.5, 65536.0, shift)
+    row, column, cap = c.rounding_factors(votes, 0.5, 65536.0, shift, clip=step.CLIP)
+    assert torch.equal(row, expected.row)
+    assert torch.equal(column, expected.column)
+    assert cap == expected.cap
 
 
 def test_c_float_levels_lie_in_kept_memory_only_once(c, monkeypatch):
@@ -361,9 +365,10 @@ def test_c_kernels_are_built_without_tuning_where_the_compiler_knows_none(c, mon
 def test_signs_of_the_kernel_equal_the_definition(fused, shape):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(3)).round()
     x[0, :3] = torch.tensor([float("nan"), float("inf"), -float("inf")])
-    q, _, bad = fused.quantize(x.to(DEVICE), None, largest=1, largest_squared=vote.LARGEST_SQUARED, **STREAM)
+    counted = torch.tensor(0, device=DEVICE)
+    q, _ = fused.quantize(x.to(DEVICE), None, counted, largest=1, largest_squared=vote.LARGEST_SQUARED, **STREAM)
     assert torch.equal(q.cpu(), vote.quantize(x, "sign"))
-    assert int(bad) == 3
+    assert int(counted) == 3
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5])

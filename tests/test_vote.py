@@ -25,7 +25,7 @@ def cast(ballot: Ballot, x: torch.Tensor, delta: torch.Tensor, sequence: int = 1
          levels: torch.Tensor | None = None) -> None:
     """One forward and backward pass of a linear layer, as the layer does it."""
     call = ballot.call
-    q, square, _ = ballot.quantize_x(x, sequence, call)
+    q, square = ballot.quantize_x(x, sequence, call)
     if levels is None:
         levels = torch.zeros(delta.shape[1], x.shape[1], dtype=torch.int8)
     ballot.cast(lambda q_delta: [(slice(None), q, q_delta)], square, delta, (delta.shape[1], x.shape[1]), sequence, levels)

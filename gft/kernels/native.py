@@ -169,10 +169,11 @@ _scratch = _Scratch()
 
 def quantize(values: Tensor,  # (n, features) float
              factors: Tensor,  # (features,) float32: what one is worth, in 1/65536 of q
+             counted: Tensor | None = None,  # int64 scalar, to which is added how many values are NaN or inf
              *,
              largest: int, largest_squared: float,
-             seed: int, step: int, stream: int, call: int) -> tuple[Tensor, Tensor, Tensor]:
-    """vote.quantize with the noise of philox.noise16, vote.mean_square, and how many values were NaN or inf."""
+             seed: int, step: int, stream: int, call: int) -> tuple[Tensor, Tensor]:
+    """vote.quantize with the noise of philox.noise16, and vote.mean_square."""
     values, factors, gft_quantize = values.float().contiguous(), factors.contiguous(), _functions().gft_quantize
     tokens, features = values.shape
     q = torch.empty(tokens, features, dtype=torch.int8)
@@ -189,7 +190,9 @@ def quantize(values: Tensor,  # (n, features) float
 
     if values.numel():
         _side_by_side(work, tokens, values.numel(), ROWS_OF_SQUARES)
-    return q, (squares.sum(0) / max(tokens, 1)).float(), not_finite.sum()
+    if counted is not None:
+        counted += not_finite.sum()
+    return q, (squares.sum(0) / max(tokens, 1)).float()
 
 
 def float_levels(stored: Tensor, memory_bits: int) -> Tensor:  # (rows, columns) int8 -> float32
@@ -240,8 +243,10 @@ def _float_product(delta: Tensor, x: Tensor) -> Tensor:
     return votes
 
 
-def rounding_factors(votes: Tensor, gain: float, shift: int) -> tuple[Tensor, Tensor]:
-    """step.rounding_factors: (out, 1) and (1, in) float32. `gain` must be a float32."""
+def rounding_factors(votes: Tensor, lr: float | Tensor, worth: float, shift: int, *,
+                     clip: float) -> tuple[Tensor, Tensor, float]:
+    """step.rounding_factors: (out, 1) and (1, in) float32, and the cap. `worth` must be a float32."""
+    gain = (torch.as_tensor(lr, dtype=torch.float32) * worth).item()
     votes, functions = votes.contiguous(), _functions()
     rows, columns = votes.shape
     by_row = torch.empty(rows, dtype=torch.int64)
@@ -256,7 +261,7 @@ def rounding_factors(votes: Tensor, gain: float, shift: int) -> tuple[Tensor, Te
     row, column = (torch.empty(shape, dtype=torch.float32) for shape in ((rows, 1), (1, columns)))
     functions.gft_factors(by_row.data_ptr(), by_column.data_ptr(), rows, columns, shift, gain, row.data_ptr(),
                           column.data_ptr())
-    return row, column
+    return row, column, clip * gain
 
 
 def move(stored: Tensor,  # (rows, bytes) uint8 or (rows, columns) int8, changed in place

@@ -53,5 +53,5 @@ def noise16_by_eights(counter, seed, step, stream, call):
 STREAM = ["seed", "stream", "call"]
 
 
-def on_device(step: int | Tensor, like: Tensor) -> Tensor:
-    return step.to(like.device) if isinstance(step, Tensor) else torch.tensor(step, device=like.device)
+def on_device(number: float | Tensor, like: Tensor) -> Tensor:
+    return number.to(like.device) if isinstance(number, Tensor) else torch.tensor(number, device=like.device)

@@ -83,9 +83,9 @@ def _quantize_kernel(values, factors, out, squares, not_finite, tokens, features
 
 
 @triton.jit(do_not_specialize=["chunks", "tokens", "programs"])
-def _mean_kernel(squares, not_finite, mean, bad, chunks, tokens, programs, features,
-                 CHUNKS: tl.constexpr, FEATURES: tl.constexpr):
-    """The chunks' sums of squares, added in a fixed order; and how many values were not finite."""
+def _mean_kernel(squares, not_finite, mean, counted, chunks, tokens, programs, features,
+                 COUNT: tl.constexpr, CHUNKS: tl.constexpr, FEATURES: tl.constexpr):
+    """The chunks' sums of squares, added in a fixed order; how many values were not finite is added to what was counted."""
     column = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
     total = tl.zeros((CHUNKS, FEATURES), tl.float32)
     for first in range(0, chunks, CHUNKS):
@@ -93,20 +93,21 @@ def _mean_kernel(squares, not_finite, mean, bad, chunks, tokens, programs, featu
         live = (chunk < chunks)[:, None] & (column < features)[None, :]
         total += tl.load(squares + chunk[:, None] * features + column[None, :], mask=live, other=0.0)
     tl.store(mean + column, tl.sum(total, 0) / tokens, mask=column < features)
-    if tl.program_id(0) == 0:
+    if COUNT and tl.program_id(0) == 0:
         count = tl.zeros((1024,), tl.int64)
         for first in range(0, programs, 1024):
             program = first + tl.arange(0, 1024)
             count += tl.load(not_finite + program, mask=program < programs, other=0)
-        tl.store(bad, tl.sum(count))
+        tl.store(counted, tl.load(counted) + tl.sum(count))
 
 
 def quantize(values: Tensor,  # (n, features) float
              factors: Tensor | None,  # (features,) float32: what one is worth, in 1/65536 of q; None: q is the sign
+             counted: Tensor | None = None,  # int64 scalar, to which is added how many values are NaN or inf
              *,
              largest: int, largest_squared: float,
-             seed: int, step: int | Tensor, stream: int, call: int) -> tuple[Tensor, Tensor, Tensor]:
-    """vote.quantize with the noise of philox.noise16, vote.mean_square, and how many values were NaN or inf.
+             seed: int, step: int | Tensor, stream: int, call: int) -> tuple[Tensor, Tensor]:
+    """vote.quantize with the noise of philox.noise16, and vote.mean_square.
 
     q is (n, features) int8 and lies in memory feature by feature. Squares are summed in a fixed order.
     """
@@ -116,9 +117,9 @@ def quantize(values: Tensor,  # (n, features) float
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=values.device)
 
-    out, mean, bad = empty(features, tokens, dtype=torch.int8), empty(features), empty(dtype=torch.int64)
+    out, mean = empty(features, tokens, dtype=torch.int8), empty(features)
     if not values.numel():
-        return out.t(), mean.zero_(), bad.zero_()
+        return out.t(), mean.zero_()
     grid = triton.cdiv(tokens, TILE_TOKENS * TILES), triton.cdiv(features, TILE_FEATURES)
     squares, not_finite = empty(grid[0], features), empty(*grid, dtype=torch.int32)
     even = tokens % (TILE_TOKENS * TILES) == 0 and features % TILE_FEATURES == 0
@@ -128,6 +129,7 @@ def quantize(values: Tensor,  # (n, features) float
             float(largest * 65536), largest_squared**2, seed, on_device(step, values), stream, call,
             SIGN=factors is None, EVEN=even, BY_EIGHTS=features % 8 == 0, TOKENS=TILE_TOKENS, FEATURES=TILE_FEATURES,
             TILES=TILES, num_warps=4)
-        _mean_kernel[(triton.cdiv(features, 16),)](squares, not_finite, mean, bad, grid[0], tokens, not_finite.numel(),
-                                                   features, CHUNKS=128, FEATURES=16)
-    return out.t(), mean, bad
+        _mean_kernel[(triton.cdiv(features, 16),)](
+            squares, not_finite, mean, mean if counted is None else counted, grid[0], tokens, not_finite.numel(), features,
+            COUNT=counted is not None, CHUNKS=128, FEATURES=16)
+    return out.t(), mean

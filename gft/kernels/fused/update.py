@@ -33,10 +33,12 @@ def _squares_kernel(votes, sums, rows, columns, shift, ROWS: tl.constexpr, COLUM
     tl.atomic_add(sums + 1, tl.sum(by_row & 0xFFFFFFFF, 0), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["rows", "columns", "gain", "shift"])
-def _factors_kernel(sums, factors, rows, columns, gain, shift, GAIN_ON_DEVICE: tl.constexpr, BLOCK: tl.constexpr):
-    if GAIN_ON_DEVICE:
-        gain = tl.load(gain)
+@triton.jit(do_not_specialize=["rows", "columns", "lr", "shift"])
+def _factors_kernel(sums, factors, rows, columns, lr, worth, clip, shift, LR_ON_DEVICE: tl.constexpr, BLOCK: tl.constexpr):
+    """factors: of rows, of columns, then the cap."""
+    if LR_ON_DEVICE:
+        lr = tl.load(lr)
+    gain = tl.full((BLOCK,), lr, tl.float32) * worth
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = place < rows + columns
     is_row = place < rows
@@ -46,24 +48,26 @@ def _factors_kernel(sums, factors, rows, columns, gain, shift, GAIN_ON_DEVICE: t
     overall = tl.sqrt(total / count.to(tl.float64)) / (shift.to(tl.int64) * 0 + 1 << shift).to(tl.float64)
     mean = tl.load(sums + 2 + place, mask=live, other=0).to(tl.float64) / tl.where(is_row, columns, rows).to(tl.float64)
     inverse = tl.where(mean > 0, 1.0 / tl.sqrt(tl.where(mean > 0, mean, 1.0)), 0.0)
-    factor = tl.where(is_row, inverse * overall * gain, inverse)  # gain widens to float64
-    tl.store(factors + place, factor.to(tl.float32), mask=live)
+    factor = tl.where(is_row, inverse * overall * gain.to(tl.float64), inverse).to(tl.float32)
+    tl.store(factors + place, tl.where(live, factor, gain * clip), mask=place <= rows + columns)
 
 
-def rounding_factors(votes: Tensor, gain: float | Tensor, shift: int) -> tuple[Tensor, Tensor]:
-    """step.rounding_factors: (out, 1) and (1, in) float32. `gain` must be a float32, or one on the device."""
+def rounding_factors(votes: Tensor, lr: float | Tensor, worth: float, shift: int, *,
+                     clip: float) -> tuple[Tensor, Tensor, Tensor]:
+    """step.rounding_factors: (out, 1) and (1, in) float32, and the cap. `worth` must be a float32."""
     votes = votes.contiguous()
     rows, columns = votes.shape
     sums = torch.zeros(2 + rows + columns, dtype=torch.int64, device=votes.device)
-    factors = torch.empty(rows + columns, dtype=torch.float32, device=votes.device)
+    factors = torch.empty(rows + columns + 1, dtype=torch.float32, device=votes.device)
     # A program that goes on to the next tile saves atomics; but all of the GPU should have work.
     tiles = max(1, min(MOST_TILES, votes.numel() // (PROGRAMS * SQUARES_ROWS * SQUARES_COLUMNS)))
     grid = triton.cdiv(rows, SQUARES_ROWS), triton.cdiv(columns, SQUARES_COLUMNS * tiles)
     with torch.cuda.device_of(votes):
         _squares_kernel[grid](votes, sums, rows, columns, shift, ROWS=SQUARES_ROWS, COLUMNS=SQUARES_COLUMNS, TILES=tiles)
-        _factors_kernel[(triton.cdiv(rows + columns, 512),)](sums, factors, rows, columns, gain, shift,
-                                                            GAIN_ON_DEVICE=isinstance(gain, Tensor), BLOCK=512)
-    return factors[:rows, None], factors[None, rows:]
+        _factors_kernel[(triton.cdiv(rows + columns + 1, 512),)](
+            sums, factors, rows, columns, on_device(lr, votes) if isinstance(lr, Tensor) else lr, worth, clip, shift,
+            LR_ON_DEVICE=isinstance(lr, Tensor), BLOCK=512)
+    return factors[:rows, None], factors[None, rows:-1], factors[-1]
 
 
 @triton.jit
@@ -95,15 +99,12 @@ def _moved(old, vote, noise, row_factor, column_factor, cap, quiet, follow, leas
     return tl.where((noise & 255) < follow, nearest, level) * HALF + z
 
 
-@triton.jit(do_not_specialize=[*STREAM, "cap", "quiet", "p_min", "follow"])
+@triton.jit(do_not_specialize=[*STREAM, "quiet", "p_min", "follow"])
 def _move_kernel(stored, votes, row_factor, column_factor, least, largest, flips, rows, columns, bytes_a_row, cap, quiet,
                  p_min, follow, seed, step, stream, call,
-                 TOPK: tl.constexpr, CAP_ON_DEVICE: tl.constexpr, BY_EIGHTS: tl.constexpr, PACKED: tl.constexpr,
+                 TOPK: tl.constexpr, BY_EIGHTS: tl.constexpr, PACKED: tl.constexpr,
                  WIDTH: tl.constexpr, TOP_LEVEL: tl.constexpr, MEMORY_BITS: tl.constexpr, ROWS: tl.constexpr,
                  BYTES: tl.constexpr):
-    if CAP_ON_DEVICE:
-        cap = tl.load(cap)
-        follow = tl.where(cap > 0, follow, 0)  # at a lr of 0 nothing follows
     PER_BYTE: tl.constexpr = 8 // WIDTH
     COLUMNS: tl.constexpr = BYTES * PER_BYTE
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -126,12 +127,14 @@ def _move_kernel(stored, votes, row_factor, column_factor, least, largest, flips
     else:
         noise = noise16(element, seed, step, stream, call)
     if TOPK:
-        new = _moved(old, vote, noise, 0.0, 0.0, cap, quiet, follow, tl.load(least), tl.load(largest), p_min,
+        new = _moved(old, vote, noise, 0.0, 0.0, 0.0, quiet, follow, tl.load(least), tl.load(largest), p_min,
                      TOPK, TOP_LEVEL, MEMORY_BITS)
     else:
+        most = tl.load(cap)
+        follow = tl.where(most > 0, follow, 0)  # at a lr of 0, which may have been on the device, nothing follows
         by_row = tl.load(row_factor + row, mask=row < rows, other=0.0)[:, None]
         by_column = tl.load(column_factor + column, mask=column < columns, other=0.0)[None, :]
-        new = _moved(old, vote, noise, by_row, by_column, cap, quiet, follow, 0, 0, p_min, TOPK, TOP_LEVEL, MEMORY_BITS)
+        new = _moved(old, vote, noise, by_row, by_column, most, quiet, follow, 0, 0, p_min, TOPK, TOP_LEVEL, MEMORY_BITS)
     HALF: tl.constexpr = (1 << MEMORY_BITS) // 2
     changed = live & (((new + HALF) >> MEMORY_BITS) != ((old + HALF) >> MEMORY_BITS))
     if PACKED:
@@ -152,7 +155,7 @@ def move(stored: Tensor,  # (rows, bytes) uint8 or (rows, columns) int8, changed
          memory_bits: int,
          follow: int,
          seed: int, step: int | Tensor, stream: int, call: int,
-         row: Tensor | None = None, column: Tensor | None = None, cap: float | Tensor = 0.0,
+         row: Tensor | None = None, column: Tensor | None = None, cap: float | Tensor | None = None,
          quiet: float = 0.0,  # step.Rounding
          least: Tensor | None = None, largest: Tensor | None = None, p_min: int = 0) -> None:  # step.TopK
     """step.rounding or step.topk on a whole stored matrix, in place."""
@@ -165,8 +168,9 @@ def move(stored: Tensor,  # (rows, bytes) uint8 or (rows, columns) int8, changed
         with torch.cuda.device_of(stored):
             _move_kernel[(triton.cdiv(rows, rows_at_once), triton.cdiv(bytes_a_row, bytes_at_once))](
                 stored, votes, *(unused if one is None else one.contiguous() for one in (row, column, least, largest)),
-                flips, rows, columns, bytes_a_row, cap, quiet, p_min, follow, seed, on_device(step, stored), stream, call,
-                TOPK=least is not None, CAP_ON_DEVICE=isinstance(cap, Tensor), BY_EIGHTS=columns % 8 == 0,
+                flips, rows, columns, bytes_a_row, unused if cap is None else on_device(cap, stored), quiet, p_min, follow,
+                seed, on_device(step, stored), stream, call,
+                TOPK=least is not None, BY_EIGHTS=columns % 8 == 0,
                 PACKED=packed_width > 0, WIDTH=packed_width or 8, TOP_LEVEL=top_level, MEMORY_BITS=memory_bits,
                 ROWS=rows_at_once, BYTES=bytes_at_once)
         torch.autograd.graph.increment_version(stored)  # autograd does not see what a kernel writes

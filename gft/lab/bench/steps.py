@@ -84,10 +84,9 @@ def trainer(work: Work, device: torch.device, bits: int | None, precision: str, 
 
 def step(device: torch.device, small: bool = False, bits: int = 2, compiled: bool | None = None) -> Iterator[Row]:
     """Forward, backward and update. On a GPU in bf16, compiled and replayed as a CUDA graph, all of it for the peers too:
-    AdamW in bf16 and in float32 (its products in TF32). On a CPU in float32 and eager, and the DNN alone, since a
-    transformer's step takes minutes there."""
+    AdamW in bf16 and in float32 (as torch takes it by default, without TF32). On a CPU in float32 and eager, and the DNN
+    alone, since a transformer's step takes minutes there."""
     on_gpu = device.type == "cuda"
-    torch.set_float32_matmul_precision("high")
     compiled = on_gpu if compiled is None else compiled
     for work in works(small)[: None if on_gpu or small else 1]:
         mine = trainer(work, device, bits, "bf16" if on_gpu else "fp32", compiled)
