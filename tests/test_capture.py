@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import gft
-from gft.lab.capture import WARM_UP, Captured, can_capture
+from gft.capture import WARM_UP, on_the_host
 from gft.lab.models import DNN
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
@@ -25,7 +25,7 @@ def trained(capture: bool, rule: str, bits: int, memory: bool, steps: int = WARM
         optimizer.zero_grad(); loss.backward(); optimizer.step()
         return loss
 
-    take = Captured(step, optimizer) if capture else step
+    take = gft.Captured(step, optimizer) if capture else step
     losses = []
     for number in range(steps):
         torch.manual_seed(100 + number)
@@ -49,8 +49,27 @@ def test_replayed_steps_are_the_steps(rule, bits, memory):
     assert isinstance(states[1]["param_groups"][0]["lr"], float)
 
 
-def test_only_optimizers_known_to_stay_on_the_gpu_are_captured():
+def test_optimizers_with_state_on_the_host_are_known():
     layer = torch.nn.Linear(3, 3)
-    assert not can_capture(gft.Hybrid(torch.optim.SGD(layer.parameters())), torch.device("cuda"))
-    assert can_capture(gft.Hybrid(torch.optim.AdamW(layer.parameters())), torch.device("cuda"))
-    assert not can_capture(gft.Hybrid(torch.optim.AdamW(layer.parameters())), torch.device("cpu"))
+    own = gft.GFT(gft.quantized(gft.quantize_(torch.nn.Sequential(torch.nn.Linear(3, 3)), bits=4)))
+    adamw = torch.optim.AdamW(layer.parameters(), capturable=True)
+    assert on_the_host(gft.Hybrid(own, adamw)) is None
+    assert on_the_host(own) is None
+    sgd = torch.optim.SGD(layer.parameters())
+    assert on_the_host(gft.Hybrid(own, sgd)) is sgd
+
+
+def test_on_a_cpu_the_step_is_taken_as_it_is():
+    layer = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    step = gft.Captured(lambda x, y: F.cross_entropy(layer(x), y), optimizer)
+    x, y = torch.randn(4, 3), torch.tensor([0, 1, 1, 0])
+    assert all(torch.equal(step(x, y), F.cross_entropy(layer(x), y)) for _ in range(WARM_UP + 3))
+
+
+@needs_gpu
+@pytest.mark.gpu
+def test_an_optimizer_on_the_host_is_refused_with_the_mend():
+    layer = torch.nn.Linear(3, 2).cuda()
+    with pytest.raises(ValueError, match="capturable=True"):
+        gft.Captured(lambda x, y: layer(x).sum(), torch.optim.AdamW(layer.parameters()))

@@ -21,7 +21,7 @@ FLOORS = [
     {"product"},
     {"layers"},
     {"convert", "optimizer"},
-    {"statistics", "checkpoint", "energy"},
+    {"statistics", "checkpoint", "capture", "energy"},
     {"__init__"},  # `import gft`
     {"lab", "hardness"},
     {"cli"},

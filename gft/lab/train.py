@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import gft
 from gft import energy
+from gft.capture import on_the_host
 from gft.lab import baselines
 from gft.lab import data as datasets
 from gft.lab.build import Data, build_model, build_optimizer, build_scheduler
-from gft.lab.capture import Captured, can_capture
 from gft.lab.recipes import Recipe
 from gft.lab.runs import RunFolder, TrainingError, commit, device_name, read_json, resolve_device
 from gft.layers import quantized_layers
@@ -136,7 +136,7 @@ def training(recipe: Recipe, out: Path, *, seed: int = 0, device: str = "auto", 
         optimizer.zero_grad(); loss.backward(); optimizer.step()
         return loss
 
-    take = Captured(take_step, optimizer) if can_capture(optimizer, on) else take_step
+    take = take_step if on_the_host(optimizer) else gft.Captured(take_step, optimizer)
     while step < recipe.steps:
         loss = take(*next(batches))
         scheduler.step()

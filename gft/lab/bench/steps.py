@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gft
+from gft.capture import WARM_UP
 from gft.lab.bench.rows import Row, seconds
-from gft.lab.capture import WARM_UP, Captured
 from gft.lab.models import DNN, GPT, ViT
 
 
@@ -74,10 +74,8 @@ def trainer(work: Work, device: torch.device, bits: int | None, precision: str, 
         return loss
 
     batch = work.batch(device)
-    if device.type != "cuda":
-        return lambda: step(*batch)
-    captured = Captured(step, optimizer)
-    for _ in range(WARM_UP + 1):  # compiles, and records the graph
+    captured = gft.Captured(step, optimizer)
+    for _ in range(WARM_UP + 1 if device.type == "cuda" else 0):  # compiles, and records the graph
         captured(*batch)
     return lambda: captured(*batch)
 
