@@ -41,6 +41,12 @@ def _decode() -> ModuleType | None:
     return decode
 
 
+@cache
+def _has_bfloat16_cores(device: torch.device) -> bool:
+    """Tensor cores that take bfloat16 came with compute capability 8."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def twin_of(tensor: Tensor) -> ModuleType | None:
     """The kernels for this tensor's device, if there are any: without them the definitions do the work."""
     if tensor.is_cuda:
@@ -59,4 +65,6 @@ def decoder_of(x: Tensor, columns: int) -> ModuleType | None:
     if not x.is_cuda or x.shape[-1] != columns or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return None
     kernel = _decode()
-    return kernel if kernel is not None and 0 < x.numel() <= kernel.MOST_ROWS * columns else None
+    if kernel is None or not 0 < x.numel() <= kernel.MOST_ROWS * columns:
+        return None
+    return kernel if _has_bfloat16_cores(x.device) else None
