@@ -368,6 +368,30 @@ def test_compiled_model_ends_with_the_same_weights(backend):
         assert torch.equal(eager, compiled)
 
 
+def test_compiled_layers_compute_in_the_type_of_autocast(monkeypatch):
+    """The operator runs outside of autocast, so what it multiplies must have been cast before."""
+    torch.compiler.reset()
+    seen = []
+    product = gft.QuantLinear.product
+    monkeypatch.setattr(gft.QuantLinear, "product", lambda *args: (seen.append(args[1].dtype), product(*args))[1])
+
+    def train(compiled: bool) -> torch.Tensor:
+        torch.manual_seed(1)
+        model = nn.Sequential(gft.QuantLinear(16, 24), nn.ReLU(), gft.QuantLinear(24, 8))
+        optimizer = gft.GFT(gft.quantized(model), lr=0.8, seed=5)
+        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        seen.clear()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = run(torch.randn(32, 16))
+        assert y.dtype is torch.bfloat16
+        y.float().square().sum().backward()
+        optimizer.step()
+        assert set(seen) == {torch.bfloat16}
+        return model[0].weight.detach().clone()
+
+    assert torch.equal(train(False), train(True))
+
+
 @pytest.mark.parametrize("vote", ["int8", "int4", "sign"])
 @pytest.mark.parametrize("kind", ["linear", "conv", "frozen"])
 def test_operators_pass_torchs_own_checks(kind, vote, monkeypatch):
