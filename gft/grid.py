@@ -178,10 +178,17 @@ LEAST_EDGE = 0.7
 COARSEST = 4.0  # but never so far apart, in std, that next to no level but 0 is left: beyond 2 std lie 5 % of a Gaussian
 
 
+def scale_for(std: Tensor,  # scalar
+              fan_in: int, bits: int) -> Tensor:
+    """The scale that suits weights of a deviation: a(bits) · std, but with room to grow (LEAST_EDGE)."""
+    room = LEAST_EDGE / (largest_level(check_bits(bits)) * fan_in**0.5)
+    return torch.where(std > 0, torch.maximum(SPACING[bits] * std, (COARSEST * std).clamp_max(room)), room)
+
+
 def scale_of(weight: Tensor,  # (out, in, ...)
              bits: int) -> Tensor:
-    """The scale that suits float weights: a(bits) · std, so a model's own start, or a pre-trained model's weights, carry
-    over and the variance of what flows through the layer with them; but with room to grow (LEAST_EDGE)."""
+    """The scale that suits float weights: `scale_for` their own deviation, so a model's own start, or a pre-trained model's
+    weights, carry over and the variance of what flows through the layer with them."""
     if not torch.is_floating_point(weight):
         raise TypeError(f"levels are taken from float weights, not from {weight.dtype}")
     if weight.is_meta:
@@ -191,9 +198,7 @@ def scale_of(weight: Tensor,  # (out, in, ...)
         raise ValueError("the weight to quantize holds NaN or inf; load or initialise the model first")
     # The mean square, not the deviation from the mean: a layer's offset is part of what it computes.
     std = weight.square().mean().sqrt() if weight.numel() else weight.new_zeros(())
-    fan_in = max(weight[0].numel(), 1) if len(weight) else 1
-    room = LEAST_EDGE / (largest_level(check_bits(bits)) * fan_in**0.5)
-    return torch.where(std > 0, torch.maximum(SPACING[bits] * std, (COARSEST * std).clamp_max(room)), room)
+    return scale_for(std, max(weight[0].numel(), 1) if len(weight) else 1, bits)
 
 
 def levels_of(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:

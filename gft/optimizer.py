@@ -37,8 +37,9 @@ class GFT(Optimizer):
 
     lr: For rule "rounding" the rms move of a weight a step, in levels, for a 4-bit layer of 128 inputs; other bits,
         widths and starts are scaled so that the same lr suits them (step.levels_a_step). At 0 nothing moves; near 1 a weight
-        crosses the grid in a few steps and training never settles. For rule "topk" it is the paper's k, the fraction of
-        weights that may move: at 0 none, at 1 all. Let a scheduler bring it to 0 in both.
+        crosses the grid in a few steps and training never settles. Weights without memory take half of it.
+        For rule "topk" it is the paper's k, the fraction of weights that may move: at 0 none, at 1 all. Let a scheduler
+        bring it to 0 in both.
     rule: "rounding" (every weight moves by the stochastic rounding of its share) or "topk" (the paper's).
     vote: "int8", "int4", "ternary" (unbiased small integers) or "sign" (the paper's, free of the error's size).
     sample: who has a voice when vote is "sign": each "token", or each "sequence" (sign of the sum over its tokens).

@@ -10,6 +10,7 @@ asked, never at import.
 """
 
 from functools import cache
+from importlib import import_module
 from types import ModuleType
 
 import torch
@@ -17,12 +18,11 @@ from torch import Tensor
 
 
 @cache
-def _fused() -> ModuleType | None:
+def _triton(name: str) -> ModuleType | None:
     try:
-        from gft.kernels import fused
+        return import_module(f"gft.kernels.{name}")
     except ImportError:  # no Triton
         return None
-    return fused
 
 
 @cache
@@ -30,15 +30,6 @@ def _native() -> ModuleType | None:
     from gft.kernels import native
 
     return native if native.library() is not None else None
-
-
-@cache
-def _decode() -> ModuleType | None:
-    try:
-        from gft.kernels import decode
-    except ImportError:  # no Triton
-        return None
-    return decode
 
 
 @cache
@@ -50,13 +41,13 @@ def _has_bfloat16_cores(device: torch.device) -> bool:
 def twin_of(tensor: Tensor) -> ModuleType | None:
     """The kernels for this tensor's device, if there are any: without them the definitions do the work."""
     if tensor.is_cuda:
-        return _fused()
+        return _triton("fused")
     return _native() if tensor.device.type == "cpu" else None
 
 
 def lays_tokens_last(tensor: Tensor) -> bool:
     """Does `quantize` on this device lay its result out feature by feature?"""
-    return tensor.is_cuda and _fused() is not None
+    return tensor.is_cuda and _triton("fused") is not None
 
 
 def decoder_of(x: Tensor, columns: int) -> ModuleType | None:
@@ -64,7 +55,7 @@ def decoder_of(x: Tensor, columns: int) -> ModuleType | None:
     is all the work, and a type the kernel knows."""
     if not x.is_cuda or x.shape[-1] != columns or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return None
-    kernel = _decode()
+    kernel = _triton("decode")
     if kernel is None or not 0 < x.numel() <= kernel.MOST_ROWS * columns:
         return None
     return kernel if _has_bfloat16_cores(x.device) else None

@@ -326,7 +326,7 @@ def training_bytes(model: nn.Module, optimizer: Optimizer) -> float:
     weights = [one[0] for one in held]
     held += [[weight.grad, optimizer.state.get(weight)] for weight in weights]
     # By identity: an optimizer's state and a ballot may hold the same tensor.
-    tensors = {id(tensor): tensor for tensor in _tensors(held)}.values()
+    tensors = {id(tensor): tensor for tensor in tensors_in(held)}.values()
     count = weights_on_grid(model) or sum(weight.numel() for weight in weights)
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors) / count
 
@@ -341,10 +341,12 @@ def training_bytes_after_step(model: nn.Module, optimizer: Optimizer) -> float:
     return measured
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(values: Any) -> Iterator[Tensor]:
     """The tensors in a nest of lists and dicts."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple, Mapping)):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(item)
+    if hasattr(values, "__tensor_flatten__"):  # a tensor made of others
+        values = [getattr(values, name) for name in values.__tensor_flatten__()[0]]
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (list, tuple, Mapping)):
+        for value in values.values() if isinstance(values, Mapping) else values:
+            yield from tensors_in(value)

@@ -5,8 +5,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gft.kernels.fused.votes import PROGRAMS
+
 DIGIT = 8  # bits a histogram tells apart
-AT_ONCE, PROGRAMS = 4096, 264
+AT_ONCE = 4096
 
 
 @triton.jit(do_not_specialize=["count", "shift"])

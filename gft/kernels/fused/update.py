@@ -9,9 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 from gft.kernels.fused.noise import STREAM, noise16, noise16_by_eights, on_device
+from gft.kernels.fused.votes import PROGRAMS
 
 SQUARES_ROWS, SQUARES_COLUMNS, MOST_TILES = 32, 128, 8  # votes squared at once, and how often one after the other
-PROGRAMS = 264  # that fill a GPU
 MOVE_AT_ONCE, MOST_COLUMNS = 4096, 1024  # weights a program moves at once, and how many of a row at most
 
 

@@ -6,7 +6,7 @@ costs the same wherever in the text it stands: that of a full context.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -14,15 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gft
-from gft.lab.bench.rows import Row, captured, seconds
+from gft.lab.bench.rows import REPEATS, Row, captured, repeat, seconds
 from gft.lab.models import GPT
 
 BITS = (2, 4)
 BATCHES = (1, 16)
 TOKENS = 32  # written in one timing
 # A matrix that was read a moment ago is still in the GPU's cache, where generating would never find it: matrices of so many
-# bytes in all are multiplied by in turn. And so often, that waiting for the last does not count.
-BEYOND_CACHE, REPEATS = 256 << 20, 10
+# bytes in all are multiplied by in turn.
+BEYOND_CACHE = 256 << 20
 
 
 def decode(device: torch.device, small: bool = False) -> Iterator[Row]:
@@ -55,8 +55,8 @@ def products(device: torch.device, rows: int, columns: int, in_all: int = BEYOND
             x = torch.randn(batch, columns, dtype=dtype, device=device)
             ours = captured(partial(_through, layers, x), device)
             peer = captured(partial(_times, floats, x), device)
-            mine, float_time, copying = seconds(partial(_repeat, ours), partial(_repeat, peer),
-                                                partial(_repeat, partial(target.copy_, source)), device=device)
+            mine, float_time, copying = seconds(partial(repeat, ours), partial(repeat, peer),
+                                                partial(repeat, partial(target.copy_, source)), device=device)
             mine, float_time = mine / REPEATS / len(layers), float_time / REPEATS / len(floats)
             case = f"{rows}×{columns}, {bits} bit, batch {batch}"
             yield Row("decode", f"product {case}", mine * 1e6, float_time * 1e6, "µs", f"{_name(dtype)} product",
@@ -99,11 +99,6 @@ def write(writer: Greedy, tokens: int) -> None:
     writer.cache.length.zero_()
     for _ in range(tokens):
         writer.step()
-
-
-def _repeat(function: Callable[[], object]) -> None:
-    for _ in range(REPEATS):
-        function()
 
 
 @torch.no_grad()

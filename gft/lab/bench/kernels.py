@@ -1,6 +1,6 @@
 """The step's own kernels: the update of a matrix, and the product that makes votes."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 import gft
-from gft.lab.bench.rows import Row, captured, seconds
+from gft.lab.bench.rows import REPEATS, Row, captured, repeat, seconds
 from gft.optimizer import move
 from gft.vote import tally
-
-REPEATS = 10  # of an update in one timing, so that waiting for the last does not count
 
 
 def update(device: torch.device, small: bool = False, sizes: Sequence[int] = (4096, 16384)) -> Iterator[Row]:
@@ -39,16 +37,11 @@ def update(device: torch.device, small: bool = False, sizes: Sequence[int] = (40
             def peer(source: Tensor = source, target: Tensor = target) -> None:
                 target.copy_(source)
 
-            both = [partial(_repeat, captured(one, device)) for one in (ours, peer)]
+            both = [partial(repeat, captured(one, device)) for one in (ours, peer)]
             mine, copy = (REPEATS * moved / took / 1e9 for took in seconds(*both, device=device))
             form = "with memory" if memory else "packed"
             yield Row("update", f"{size}×{size}, {bits} bit, {form}", mine, copy, "GB/s", "a copy", mine / copy,
                       "at least 0.8", mine >= 0.8 * copy)
-
-
-def _repeat(function: Callable[[], object]) -> None:
-    for _ in range(REPEATS):
-        function()
 
 
 def votes(device: torch.device, small: bool = False, sizes: Sequence[int] = (4096,)) -> Iterator[Row]:
@@ -58,7 +51,7 @@ def votes(device: torch.device, small: bool = False, sizes: Sequence[int] = (409
         # As the kernel leaves them: token by token side by side.
         x, delta = (torch.randint(-127, 128, (size, size), dtype=torch.int8, device=device).t() for _ in range(2))
         a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
-        both = [partial(_repeat, captured(one, device)) for one in (partial(tally, x, delta, 127),
+        both = [partial(repeat, captured(one, device)) for one in (partial(tally, x, delta, 127),
                                                                              partial(torch.matmul, a.t(), b))]
         mine, peer = (took / REPEATS for took in seconds(*both, device=device))
         operations = 2 * size**3 / 1e12

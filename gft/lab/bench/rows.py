@@ -4,18 +4,19 @@ import csv
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from gft.lab.baselines import tensors_in
 from gft.lab.runs import commit, device_name
 
 ROUNDS = 7
+REPEATS = 10  # of something short in one timing, so that waiting for the last does not count
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,11 @@ def _replay(graph: torch.cuda.CUDAGraph, function: Callable[[], object]) -> None
     graph.replay()
 
 
+def repeat(function: Callable[[], object]) -> None:
+    for _ in range(REPEATS):
+        function()
+
+
 def allocated(device: torch.device) -> int:
     """Bytes of a GPU that tensors hold now. torch counts none on a CPU: 0 there."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
@@ -102,18 +108,8 @@ def forget_peak(device: torch.device) -> None:
 def stored(values: Any) -> int:
     """Bytes of memory that the tensors in a nest of lists and dicts keep: those of their storages, each once, and whole if
     only a view of it is kept."""
-    storages = (tensor.untyped_storage() for tensor in _tensors(values))
+    storages = (tensor.untyped_storage() for tensor in tensors_in(values))
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    if hasattr(values, "__tensor_flatten__"):  # a tensor made of others
-        values = [getattr(values, name) for name in values.__tensor_flatten__()[0]]
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, (list, tuple, Mapping)):
-        for value in values.values() if isinstance(values, Mapping) else values:
-            yield from _tensors(value)
 
 
 # ---------------------------------------------------------------------------------------------------- keeping

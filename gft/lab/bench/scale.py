@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gft
-from gft.grid import SPACING, largest_level
+from gft.grid import scale_for
 from gft.lab import data as datasets
 from gft.lab.bench.rows import Row, allocated, forget_peak, peak, seconds, stored, tell, wait
 from gft.lab.models import GPT
@@ -92,8 +92,7 @@ class Again(nn.Module):
 def draw_(layer: gft.QuantLinear, gain: float) -> None:
     """Levels of a Gaussian of deviation gain / sqrt(inputs), as `gft.quantize_` would take them from one."""
     std = gain / math.sqrt(layer.in_features)
-    room = 0.7 / (largest_level(layer.bits) * math.sqrt(layer.in_features))
-    scale = max(SPACING[layer.bits] * std, min(4 * std, room))
+    scale = float(scale_for(torch.tensor(std), layer.in_features, layer.bits))
     at_once = max(1, DRAWN_AT_ONCE // layer.in_features)
     for start in range(0, layer.out_features, at_once):
         rows = layer.weight[start : start + at_once]
