@@ -49,8 +49,8 @@ class Tile(NamedTuple):
     stages: int  # steps that are on their way or at work at once
 
 
-TILES = {1: Tile(4, 16, 64, 3), 8: Tile(4, 64, 32, 3), 16: Tile(4, 64, 32, 2)}  # by the most rows of x they are for
-PROGRAMS = 1.9  # a multiprocessor has at least so many, else columns are split among more of them
+TILES = {1: Tile(2, 16, 128, 3), 8: Tile(4, 32, 32, 3), 16: Tile(4, 64, 32, 2)}  # by the most rows of x they are for
+PROGRAMS = 0.9  # a multiprocessor has at least so many, else columns are split among more of them
 MOST_SPLITS = 8
 SUM_BLOCK = 1024
 
