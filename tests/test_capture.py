@@ -5,10 +5,13 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 
 import gft
 from gft.capture import WARM_UP, on_the_host
 from gft.lab.models import DNN
+from gft.lab.recipes import find
+from gft.lab.train import training
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 
@@ -73,3 +76,22 @@ def test_an_optimizer_on_the_host_is_refused_with_the_mend():
     layer = torch.nn.Linear(3, 2).cuda()
     with pytest.raises(ValueError, match="capturable=True"):
         gft.Captured(lambda x, y: layer(x).sum(), torch.optim.AdamW(layer.parameters()))
+
+
+@needs_gpu
+@pytest.mark.gpu
+def test_a_stopped_run_with_dropout_goes_on_to_the_same_bits(tmp_path):
+    """The graph draws dropout's masks from where the checkpoint says the generator was."""
+    recipe = find("digits-hybrid-4bit").changed(["dropout=0.3", "input_dropout=0.1", "steps=24"])
+
+    def run(name: str, stop: int | None = None, resume: bool = False) -> dict:
+        for told in training(recipe, tmp_path / name, device="cuda", resume=resume, checkpoint_every=WARM_UP + 7):
+            if told.step == stop:
+                return {}
+        return load_file(tmp_path / name / "checkpoint" / "state.safetensors")
+
+    run("stopped", stop=WARM_UP + 9)
+    resumed, whole = run("stopped", resume=True), run("whole")
+    assert resumed.keys() == whole.keys()
+    for name, tensor in whole.items():
+        assert torch.equal(tensor, resumed[name]), name
