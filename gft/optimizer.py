@@ -28,7 +28,7 @@ PAPER: Mapping[str, Any] = MappingProxyType({"lr": 0.75, "rule": "topk", "vote":
 
 # Elements a rule works on at once: on the CPU its dozen passes stay in the cache, on a GPU its scratch stays bounded.
 AT_ONCE = {"cpu": 1 << 17, "cuda": 1 << 26}
-RUNNING = ("x_rms", "delta_rms")
+RUNNING = ("x_rms", "delta_rms", "votes_square")
 GPU_STEPS_BETWEEN_REPORTS = 100
 
 
@@ -245,7 +245,9 @@ def move(weight: Tensor, ballot: Ballot, call: int, *, lr: float | Tensor, rule:
         levels = rules.levels_a_step(weight.read_scale(), grid.bits, grid.columns)  # type: ignore[attr-defined]
         heard = {} if grid.memory_bits else {"quorum": rules.quorum_of(quorum, grid.bits)}
         levels = levels if grid.memory_bits else levels * rules.WITHOUT_MEMORY
-        factors = rules.rounding_factors(votes, lr, grid.resolution, levels, ballot.ceiling, **heard)
+        before = rules.Squares(ballot.votes_square, ballot.step)
+        factors, ballot.fresh_votes_square = rules.rounding_factors(votes, lr, grid.resolution, levels, ballot.ceiling,
+                                                                    before=before, **heard)
     if bounds is None and factors is None:
         return
     stream, follow = ballot.stream(0, call), rules.follow_of(inertia)

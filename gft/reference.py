@@ -126,12 +126,31 @@ def topk(w: Matrix, beta: Matrix, noise: Matrix, *, k: float, p_min: float, larg
     return new
 
 
-def rounding_moves(beta: Matrix, lr: float) -> Floats:
-    """lr · u in float64, with u = beta / sqrt(rowmean(beta²) · colmean(beta²) / mean(beta²)) clipped to ±4."""
+def mean_squares(beta: Matrix) -> list[float]:
+    """Of beta: each row's, each column's, and of all."""
     rows, columns = len(beta), len(beta[0])
     row = [sum(b * b for b in line) / columns for line in beta]
     column = [sum(line[i] ** 2 for line in beta) / rows for i in range(columns)]
-    mean = sum(row) / rows
+    return [*row, *column, sum(row) / rows]
+
+
+def running_mean_squares(betas: list[Matrix]) -> list[float]:
+    """Those of the steps 0, 1, 2, … mixed: step t counts for 1/2^min(floor(log2(t + 1)), 7). What was 0 so far takes the
+    newest in full."""
+    mixed = mean_squares(betas[0])
+    for t, beta in enumerate(betas[1:], 1):
+        share = 1.0
+        while share > 1 / 128 and t + 1 >= 2 / share:
+            share /= 2
+        mixed = [old + (new - old) * share if old else new for old, new in zip(mixed, mean_squares(beta), strict=True)]
+    return mixed
+
+
+def rounding_moves(beta: Matrix, lr: float, squares: list[float] | None = None) -> Floats:
+    """lr · u in float64, with u = beta / sqrt(R · C / M) clipped to ±4. `squares`: R, C and M; beta's own if not given."""
+    rows = len(beta)
+    squares = mean_squares(beta) if squares is None else squares
+    row, column, mean = squares[:rows], squares[rows:-1], squares[-1]
     u = [[b / sqrt(row[o] * column[i] / mean) if b else 0.0 for i, b in enumerate(line)] for o, line in enumerate(beta)]
     return [[lr * max(-4.0, min(4.0, a)) for a in line] for line in u]
 

@@ -11,7 +11,7 @@ topk (paper, Alg. 1 and 3; k is a fraction)
 
 rounding (ours: every weight moves by the stochastic rounding of its share)
 
-    u = clip(beta / sqrt(rowmean(beta²) · colmean(beta²) / mean(beta²)), -4, 4)
+    u = clip(beta / sqrt(R · C / M), -4, 4)      R, C, M: running means of beta² by row, by column and of all
     w <- clip(stochastic_round(w - lr/2 · heard(u)), -I, I)                          packed
 
     z <- clip(stochastic_round(z - lr · u), -I, I)         kept to within one level of w   with memory
@@ -21,6 +21,9 @@ z is where the votes have carried the weight, w the level that the network compu
 levels follow. Along any direction made of many weights w is then an average of past z that forgets by a share of
 1 - inertia a step, and that is momentum: v <- inertia · v + (1 - inertia) · u; w <- w - lr · v gives the same w. It costs
 no state: what waits is in the memory already. docs/method.md has the algebra and what it is worth.
+
+R, C and M are means over many steps (`share_of_newest`), as Adam's second moment is: taken from one step's votes alone they
+follow its noise, and a row that happens to be quiet is made as loud as the others.
 
 Without memory nothing adds votes up over steps, and most of them are noise: heard(u) = sign(u) · max(|u| - q, 0), scaled to
 rms 1, hears only what is beyond a quorum q, and the more so the coarser the grid is (`quorum_of`).
@@ -123,6 +126,26 @@ class Rounding(NamedTuple):
     quiet: float = 0.0  # the share of `cap` that is taken off every move: weaker votes are not heard
 
 
+class Squares(NamedTuple):
+    """Running mean squares of a layer's votes, and the step that is to renew them."""
+
+    running: Tensor | None  # (out + in + 1,) float32: by row, by column, of all; None at first
+    step: int | Tensor
+
+
+NO_SQUARES = Squares(None, 0)
+MOST_HALVINGS = 7  # the newest squares count for no less than 1/2^7: some hundred steps are remembered
+
+
+def share_of_newest(step: int | Tensor) -> float | Tensor:
+    """What the squares of step 0, 1, 2, … count for: 1, 1/2, 1/2, 1/4 (four times), … 1/128. Nearly the mean of all steps
+    at first. Powers of two, so that no processor rounds the product."""
+    if isinstance(step, Tensor):
+        reached = sum((step + 1 >= 1 << halvings).long() for halvings in range(1, MOST_HALVINGS + 1))
+        return torch.ldexp(torch.ones((), dtype=torch.float64, device=step.device), -reached)  # type: ignore[operator]
+    return 2.0 ** -min((step + 1).bit_length() - 1, MOST_HALVINGS)
+
+
 def square_shift(ceiling: int, rows: int, columns: int) -> int:
     """Bits to take off |beta| <= ceiling, so that the squares of a row or a column add up in int64."""
     return max(0, -(-(2 * ceiling.bit_length() + max(rows, columns).bit_length() - 63) // 2))
@@ -173,8 +196,9 @@ def rounding_factors(votes: Tensor,  # (out, in)
                      resolution: int,  # of a level
                      levels: float = 1.0,  # the rms move of a weight at lr = 1
                      ceiling: int | None = None,  # what no |beta| exceeds; None: it is looked up
-                     quorum: float = 0.0) -> Rounding:  # in rms
-    """1/sqrt of row and column mean squares, as the two float factors of every move."""
+                     quorum: float = 0.0,  # in rms
+                     before: Squares = NO_SQUARES) -> tuple[Rounding, Tensor]:  # and the squares as renewed
+    """1/sqrt of running row and column mean squares, as the two float factors of every move."""
     levels = levels / rms_heard(quorum) if quorum else levels
     # lr times this, both float32, so that a lr on the device gives the same bits.
     worth = torch.tensor(levels * resolution * ONE, dtype=torch.float32).item()
@@ -183,26 +207,30 @@ def rounding_factors(votes: Tensor,  # (out, in)
     shift = square_shift(ceiling, *votes.shape)
     kernel = kernels.twin_of(votes)
     if kernel is not None and votes.numel() and votes.dtype in (torch.int32, torch.int64):
-        row, column, cap = kernel.rounding_factors(votes, lr, worth, shift, clip=CLIP)
-        return Rounding(row, column, cap, quorum / CLIP)
-    return _factors(votes, lr, worth, shift)._replace(quiet=quorum / CLIP)
+        row, column, cap, squares = kernel.rounding_factors(votes, lr, worth, shift, clip=CLIP, most_halvings=MOST_HALVINGS,
+                                                            **before._asdict())
+    else:
+        (row, column, cap, _), squares = _factors(votes, lr, worth, shift, before)
+    return Rounding(row, column, cap, quorum / CLIP), squares
 
 
-def _factors(votes: Tensor, lr: float | Tensor, worth: float, shift: int) -> Rounding:
+def _factors(votes: Tensor, lr: float | Tensor, worth: float, shift: int,
+             before: Squares = NO_SQUARES) -> tuple[Rounding, Tensor]:
     """The definition of `rounding_factors`."""
     gain = torch.as_tensor(lr, dtype=torch.float32) * worth
     gain = gain if gain.is_cuda else gain.item()
-    row, column = _squares(votes, shift)
-    out, features = votes.shape
-
-    def inverse_rms(sums: Tensor, count: int) -> Tensor:
-        # Division and square root in float64 are correctly rounded everywhere; rsqrt is not.
-        rms = (sums.double() / count).sqrt()
-        return torch.where(sums > 0, 1.0 / rms, 0.0)
-
-    overall = (_sum_as_double(row) / max(out * features, 1)).sqrt() / 2.0**shift
-    row_factor = (inverse_rms(row, features) * overall * gain).float()
-    return Rounding(row_factor[:, None], inverse_rms(column, out).float()[None, :], CLIP * gain)
+    (row, column), (out, features) = _squares(votes, shift), votes.shape
+    total = _sum_as_double(row) / max(out * features, 1)
+    fresh = torch.cat([row.double() / max(features, 1), column.double() / max(out, 1), total.view(1)]) * 4.0**shift
+    if before.running is not None:
+        old = before.running.double()
+        fresh = torch.where(old > 0, old + (fresh - old) * share_of_newest(before.step), fresh)
+    squares = fresh.float()
+    # Division and square root in float64 are correctly rounded everywhere; rsqrt is not.
+    rms = squares.double().sqrt()
+    inverse = torch.where(squares > 0, 1.0 / rms, 0.0)
+    row_factor = (inverse[:out] * rms[-1] * gain).float()
+    return Rounding(row_factor[:, None], inverse[out:-1].float()[None, :], CLIP * gain), squares
 
 
 def rounding(values: Tensor,  # (rows, in) int8

@@ -207,6 +207,8 @@ class Ballot:
     squares: dict[str, Tensor] = field(default_factory=dict)  # sums of mean squares since the last step
     factors: dict[tuple[str, str], Tensor] = field(default_factory=dict)  # fixed_point_factor by rms and kind of vote
     on_votes: Callable[[Tensor], None] | None = None  # called with the weight after each backward pass
+    votes_square: Tensor | None = None  # (out + in + 1,) running mean squares of the votes: by row, by column, of all
+    fresh_votes_square: Tensor | None = None  # the same as this step has renewed them
     not_finite: Tensor | None = None  # how many values of delta were NaN or inf, ever (a count on the device)
     flips: Tensor | None = None  # how many levels the moves since the last step have changed (likewise)
 
@@ -320,6 +322,16 @@ def renew(ballots: Sequence[Ballot]) -> None:
             factors, running, units = (list(each) for each in zip(*kept, strict=True))
             inverse = torch._foreach_reciprocal(torch._foreach_clamp_min(running, SMALLEST_RMS))
             torch._foreach_copy_(factors, torch._foreach_mul(inverse, units))
+    running, fresh = [], []
+    for ballot in ballots:
+        if ballot.fresh_votes_square is not None:
+            if ballot.votes_square is None:
+                ballot.votes_square = torch.empty_like(ballot.fresh_votes_square)
+            running.append(ballot.votes_square)
+            fresh.append(ballot.fresh_votes_square)
+            ballot.fresh_votes_square = None
+    if running:
+        torch._foreach_copy_(running, fresh)
     for ballot in ballots:
         ballot.discard()
 

@@ -27,10 +27,12 @@ def twin(request):
     return native, "cpu"
 
 
-SHAPES = [pytest.param((1, 64), id="row"), pytest.param((63, 65), id="odd"), pytest.param((130, 257), id="blocks")]
-TOKENS = [*SHAPES, pytest.param((131, 72), id="eights"), pytest.param((256, 128), id="even"),
+SHAPES = [pytest.param((1, 64), id="row"), pytest.param((63, 65), id="odd"), pytest.param((130, 257), id="blocks"),
+          pytest.param((131, 72), id="eights"), pytest.param((8, 1024), id="whole")]
+TOKENS = [*SHAPES, pytest.param((256, 128), id="even"),
           pytest.param((1029, 8), id="chunks")]
 STREAM = {"seed": 2**63 + 5, "step": 77, "stream": 4, "call": 2}
+AT_FIRST = {"clip": step.CLIP, "most_halvings": step.MOST_HALVINGS, "running": None, "step": 0}  # of rounding_factors
 FORMS = [pytest.param(2, False, id="2bit-packed"), pytest.param(2, True, id="2bit-memory"),
          pytest.param(3, False, id="3bit-packed"), pytest.param(4, True, id="4bit-memory"),
          pytest.param(5, False, id="5bit-packed"), pytest.param(8, False, id="8bit-packed")]
@@ -76,7 +78,8 @@ def test_move_kernel_equals_definition(twin, shape, bits, memory, rule, dtype):
     old = grid.values(stored)
     if rule == "rounding":
         shift = step.square_shift(int(votes.abs().max()), *shape)
-        factors = step._factors(votes, 0.5, grid.resolution * 65536.0, shift)._replace(quiet=0 if grid.memory_bits else 0.07)
+        factors, _ = step._factors(votes, 0.5, grid.resolution * 65536.0, shift)
+        factors = factors._replace(quiet=0 if grid.memory_bits else 0.07)
         new = step.rounding(old, votes, noise, factors, grid.limit, grid.memory_bits, follow=90)
         settings = factors._asdict() | {"row": factors.row.to(device), "column": factors.column.to(device)}
     else:
@@ -96,7 +99,8 @@ def test_move_kernel_equals_definition(twin, shape, bits, memory, rule, dtype):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
 @pytest.mark.parametrize("silent", [False, True], ids=["", "a silent row and column"])
-def test_rounding_factors_kernel_equals_definition(twin, shape, dtype, silent):
+@pytest.mark.parametrize("number", [0, 1, 6, 300], ids="step {}".format)
+def test_rounding_factors_kernel_equals_definition(twin, shape, dtype, silent, number):
     kernel, device = twin
     votes = random_votes(shape, dtype)
     if silent:
@@ -104,12 +108,20 @@ def test_rounding_factors_kernel_equals_definition(twin, shape, dtype, silent):
     lr, worth = 0.3, 8 * 65536.0
     shift = step.square_shift(int(votes.abs().max()), *shape)
     assert (shift > 0) == (dtype is torch.int64 and bool(votes.any()))
-    expected = step._factors(votes, lr, worth, shift)
-    row, column, cap = kernel.rounding_factors(votes.to(device), lr, worth, shift, clip=step.CLIP)
+    running = None
+    if number:
+        earlier = random_votes(shape, dtype, seed=9)
+        running = step.rounding_factors(earlier, lr, 8)[1]
+        running[-2] = 0  # a column that was silent before
+    expected, squares = step._factors(votes, lr, worth, shift, step.Squares(running, number))
+    row, column, cap, renewed = kernel.rounding_factors(
+        votes.to(device), lr, worth, shift, clip=step.CLIP, most_halvings=step.MOST_HALVINGS,
+        running=running if running is None else running.to(device), step=number)
+    assert torch.equal(renewed.cpu(), squares)
     assert float(cap) == expected.cap
     assert torch.equal(row.cpu(), expected.row)
     assert torch.equal(column.cpu(), expected.column)
-    assert (expected.row == 0).any() == silent
+    assert (expected.row == 0).any() == (silent and not number)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -126,8 +138,8 @@ def test_c_kernels_give_the_same_whatever_the_threads(threads, monkeypatch):
     sums = torch.stack([piece.double().square().sum(0) for piece in x.split(native.ROWS_OF_SQUARES)]).sum(0)
     assert torch.equal(square, (sums / 300).float())
     votes, grid = random_votes((131, 77), torch.int32), Grid(2, 131, 77, memory=False)
-    factors = step._factors(votes, 0.5, 65536.0, 2)
-    row, column, cap = native.rounding_factors(votes, 0.5, 65536.0, 2, clip=step.CLIP)
+    factors, _ = step._factors(votes, 0.5, 65536.0, 2)
+    row, column, cap, _ = native.rounding_factors(votes, 0.5, 65536.0, 2, **AT_FIRST)
     assert torch.equal(row, factors.row)
     assert torch.equal(column, factors.column)
     assert cap == factors.cap
@@ -276,7 +288,7 @@ def test_numbers_on_the_device_give_the_same_bits(fused):
     wide = {"packed_width": 0, "top_level": 7, "memory_bits": 4, "follow": 90}
 
     def moved(lr, number):
-        row, column, cap = fused.rounding_factors(votes.to(DEVICE), lr, 90000.0, 0, clip=step.CLIP)
+        row, column, cap, _ = fused.rounding_factors(votes.to(DEVICE), lr, 90000.0, 0, **AT_FIRST)
         new, flips = stored.clone().to(DEVICE), torch.zeros((), dtype=torch.int64, device=DEVICE)
         fused.move(new, votes.to(DEVICE), 65, flips, **wide, row=row, column=column, cap=cap, **(STREAM | {"step": number}))
         return new.cpu()
@@ -333,8 +345,8 @@ def test_c_rounding_factors_equal_definition_for_large_votes(c, size):
     votes[2, 3], votes[4, 4100] = size, -size
     shift = step.square_shift(size, 5, 4101)
     assert (shift > 0) == (size == 2**30)
-    expected = step._factors(votes, 0.5, 65536.0, shift)
-    row, column, cap = c.rounding_factors(votes, 0.5, 65536.0, shift, clip=step.CLIP)
+    expected, _ = step._factors(votes, 0.5, 65536.0, shift)
+    row, column, cap, _ = c.rounding_factors(votes, 0.5, 65536.0, shift, **AT_FIRST)
     assert torch.equal(row, expected.row)
     assert torch.equal(column, expected.column)
     assert cap == expected.cap

@@ -129,7 +129,7 @@ def test_rounding_equals_the_reference(shape, top, bits, memory_bits):
     values, votes, noise = random_values(shape, kept.limit), random_votes(shape, top), noise_of(shape)
     expected = reference.rounding(values.tolist(), votes.tolist(), noise.tolist(), lr=0.37, memory_bits=memory_bits,
                                   largest=2 ** (bits - 1) - 1, follow=70)
-    factors = step.rounding_factors(votes, 0.37, kept.resolution)
+    factors = step.rounding_factors(votes, 0.37, kept.resolution)[0]
     new = step.rounding(values, votes, noise, factors, kept.limit, memory_bits, follow=70)
     assert new.dtype == torch.int8
     assert_near_reference(new, torch.tensor(expected))
@@ -149,7 +149,7 @@ def test_rounding_is_within_one_unit_of_the_reference_for_any_votes(data):
     else:
         expected = torch.tensor(reference.rounding(values.tolist(), votes.tolist(), noise.tolist(), lr=lr,
                                                    memory_bits=4, largest=7, follow=99))
-    new = step.rounding(values, votes, noise, step.rounding_factors(votes, lr, 8), 112, 4, follow=99)
+    new = step.rounding(values, votes, noise, step.rounding_factors(votes, lr, 8)[0], 112, 4, follow=99)
     differ = step_apart(new, expected)
     assert differ <= 1
 
@@ -157,7 +157,7 @@ def test_rounding_is_within_one_unit_of_the_reference_for_any_votes(data):
 @pytest.mark.parametrize("unit", [1, 16])
 def test_rounding_moves_by_lr_times_u_in_the_mean_over_all_noise(unit):
     votes = random_votes((6, 9))
-    factors = step.rounding_factors(votes, 0.23, unit)
+    factors = step.rounding_factors(votes, 0.23, unit)[0]
     every_noise = torch.arange(65536, dtype=torch.int32)[:, None].expand(-1, 9)
     for row, expected in enumerate(reference.rounding_moves(votes.tolist(), 0.23)):
         moved = step.rounding(torch.zeros(65536, 9, dtype=torch.int8), votes[row].expand(65536, 9), every_noise,
@@ -169,7 +169,7 @@ def test_rounding_moves_by_lr_times_u_in_the_mean_over_all_noise(unit):
 def test_rounding_has_rms_move_lr_whatever_the_rows_and_columns_weigh():
     votes = (torch.randn(257, 130) * torch.logspace(2, 4, 257)[:, None] * torch.logspace(-1, 1, 130)).int()
     moved = step.rounding(torch.zeros(257, 130, dtype=torch.int8), votes, noise_of((257, 130)),
-                          step.rounding_factors(votes, 0.3, 16), 112).double() / 16
+                          step.rounding_factors(votes, 0.3, 16)[0], 112).double() / 16
     assert float(moved.square().mean().sqrt()) == pytest.approx(0.3, rel=0.05)
     by_row, by_column = moved.square().mean(1).sqrt(), moved.square().mean(0).sqrt()
     assert float(by_row.min()) > 0.15
@@ -180,7 +180,7 @@ def test_rounding_moves_no_weight_by_more_than_four_times_the_rms():
     votes = torch.ones(63, 65, dtype=torch.int32)
     votes[torch.arange(63), torch.arange(63)] = -10_000  # u far over 4
     moved = step.rounding(torch.zeros(63, 65, dtype=torch.int8), votes, noise_of((63, 65)),
-                          step.rounding_factors(votes, 0.5, 16), 112)
+                          step.rounding_factors(votes, 0.5, 16)[0], 112)
     assert moved.diagonal().tolist() == [4 * 0.5 * 16] * 63
     assert int(moved.max()) == 4 * 0.5 * 16
 
@@ -188,13 +188,48 @@ def test_rounding_moves_no_weight_by_more_than_four_times_the_rms():
 def test_rounding_leaves_silent_rows_columns_and_layers_alone():
     values, votes = random_values((9, 12), 100), random_votes((9, 12))
     votes[4], votes[:, 7] = 0, 0
-    new = step.rounding(values, votes, noise_of((9, 12)), step.rounding_factors(votes, 0.9, 16), 112)
+    new = step.rounding(values, votes, noise_of((9, 12)), step.rounding_factors(votes, 0.9, 16)[0], 112)
     assert torch.equal(new[4], values[4])
     assert torch.equal(new[:, 7], values[:, 7])
     assert not torch.equal(new, values)
     nothing = torch.zeros_like(votes)
-    new = step.rounding(values, nothing, noise_of((9, 12)), step.rounding_factors(nothing, 0.9, 16), 112)
+    new = step.rounding(values, nothing, noise_of((9, 12)), step.rounding_factors(nothing, 0.9, 16)[0], 112)
     assert torch.equal(new, values)
+
+
+def test_squares_run_over_the_steps_as_the_reference_says():
+    betas = [random_votes((6, 9)) for number in range(140)]
+    betas[0][2], betas[0][:, 5] = 0, 0  # their first voices come later, and count in full
+    running = None
+    for number, votes in enumerate(betas):
+        factors, running = step.rounding_factors(votes, 0.3, 8, before=step.Squares(running, number))
+        if number in (0, 1, 2, 7, 139):
+            expected = reference.running_mean_squares([beta.tolist() for beta in betas[: number + 1]])
+            assert running.tolist() == pytest.approx(expected, rel=1e-5)
+            moves = votes * factors.row.double() * factors.column.double() / (8 * 65536)
+            wanted = torch.tensor(reference.rounding_moves(votes.tolist(), 0.3, expected), dtype=torch.float64)
+            assert torch.allclose(moves.clamp(-1.2, 1.2), wanted, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 3, 6, 7, 126, 127, 128, 10**6])
+def test_the_share_of_the_newest_is_the_same_on_a_device(number):
+    share = step.share_of_newest(number)
+    assert float(step.share_of_newest(torch.tensor(number))) == share
+    assert share >= 1 / 128
+    assert share <= 2 / (number + 1) or share == 1 / 128
+
+
+def test_a_louder_step_moves_further():
+    """What Adam's second moment does, and a rule that looks at one step alone does not."""
+    votes, running = random_votes((63, 65)), None
+    for number in range(300):
+        quiet, running = step.rounding_factors(votes, 0.3, 8, before=step.Squares(running, number))
+    loud, _ = step.rounding_factors(3 * votes, 0.3, 8, before=step.Squares(running, 300))
+
+    def rms(votes, factors):
+        return float((votes * factors.row * factors.column).double().square().mean().sqrt())
+
+    assert rms(3 * votes, loud) == pytest.approx(3 * rms(votes, quiet), rel=0.05)
 
 
 @pytest.mark.parametrize("ceiling", [1, 2**20, 2**26, 2**31 - 1, 2**45])
@@ -216,7 +251,7 @@ def test_only_votes_beyond_the_quorum_are_heard():
     votes = (torch.randn(63, 65, generator=torch.Generator().manual_seed(6)) * 1000).to(torch.int32)
     assert quorum == pytest.approx(2, abs=0.05)
     assert step.quorum_of(1.6, 4) == pytest.approx(0.57, abs=0.05)
-    factors = step.rounding_factors(votes, 0.2, 1, quorum=quorum)
+    factors = step.rounding_factors(votes, 0.2, 1, quorum=quorum)[0]
     new = step.rounding(values, votes, noise, factors, 1)
     expected = reference.rounding(values.tolist(), votes.tolist(), noise.tolist(), lr=0.2 / step.rms_heard(quorum),
                                   memory_bits=0, largest=1, quorum=quorum)
@@ -244,7 +279,7 @@ def test_levels_a_step_measures_a_move_in_weights_not_in_levels():
 @pytest.mark.parametrize("shift", [1, 20, 40], ids="votes · 2^{}".format)
 def test_rounding_depends_on_the_proportions_of_votes_alone(shift):
     values, votes, noise = random_values((63, 65), 112), random_votes((63, 65), 1000).long(), noise_of((63, 65))
-    one, other = (step.rounding(values, v, noise, step.rounding_factors(v, 0.3, 16), 112)
+    one, other = (step.rounding(values, v, noise, step.rounding_factors(v, 0.3, 16)[0], 112)
                   for v in (votes, votes << shift))
     assert torch.equal(one, other)
 
@@ -253,7 +288,7 @@ def test_rounding_depends_on_the_proportions_of_votes_alone(shift):
 def test_rounding_of_large_votes_equals_the_reference(top):
     values, votes, noise = random_values((63, 65), 112), random_votes((63, 65), top), noise_of((63, 65))
     expected = reference.rounding(values.tolist(), votes.tolist(), noise.tolist(), lr=0.2, memory_bits=4, largest=7)
-    new = step.rounding(values, votes, noise, step.rounding_factors(votes, 0.2, 8), 112, 4)
+    new = step.rounding(values, votes, noise, step.rounding_factors(votes, 0.2, 8)[0], 112, 4)
     # Beyond 15 bits votes are shifted for their row and column sums: a relative error of about 2^-15 in the moves.
     assert step_apart(new, torch.tensor(expected)) <= 1
     assert float((new != torch.tensor(expected)).double().mean()) < 5e-3
@@ -275,7 +310,7 @@ def step_apart(new: torch.Tensor, expected: torch.Tensor) -> int:
 def test_levels_wait_as_inertia_says_and_the_rest_is_remembered(bits):
     kept = Grid(bits, 257, 130, memory=True)
     values, votes, noise = random_values((257, 130), kept.limit), random_votes((257, 130)), noise_of((257, 130))
-    factors = step.rounding_factors(votes, 0.2, kept.resolution)
+    factors = step.rounding_factors(votes, 0.2, kept.resolution)[0]
     at_once, none, some = (step.rounding(values, votes, noise, factors, kept.limit, kept.memory_bits, follow)
                            for follow in (256, 0, 64))
     levels = kept.value_levels
@@ -299,7 +334,7 @@ def test_inertia_makes_the_mean_weight_follow_as_momentum_would():
     for number in range(steps):
         direction = 1 if number < 35 else -1
         votes = torch.full((1, many), 7 * direction, dtype=torch.int32)
-        factors = step.rounding_factors(votes, lr, kept.resolution)
+        factors = step.rounding_factors(votes, lr, kept.resolution)[0]
         values = step.rounding(values, votes, noise_of((1, many), seed=number), factors, kept.limit, 4,
                                step.follow_of(inertia))
         velocity = inertia * velocity + (1 - inertia) * direction
@@ -327,7 +362,7 @@ def test_rules_stay_on_the_grid_and_move_something(rule, memory, bits):
     if rule == "topk":
         new = step.topk(values, votes, noise, step.topk_bounds(votes, 0.6), 0.05, kept.unit, kept.limit)
     else:
-        factors = step.rounding_factors(votes, 0.8, kept.resolution)
+        factors = step.rounding_factors(votes, 0.8, kept.resolution)[0]
         new = step.rounding(values, votes, noise, factors, kept.limit, kept.memory_bits, follow=60)
     assert int(new.abs().max()) <= kept.limit
     assert int(kept.value_levels(new).abs().max()) <= 2 ** (bits - 1) - 1
@@ -339,7 +374,7 @@ def test_rules_stay_on_the_grid_and_move_something(rule, memory, bits):
 @both_rules
 def test_rules_give_the_same_in_row_blocks(rule):
     values, votes, noise = random_values((257, 130), 112), random_votes((257, 130)), noise_of((257, 130))
-    bounds, factors = step.topk_bounds(votes, 0.4), step.rounding_factors(votes, 0.3, 8)
+    bounds, factors = step.topk_bounds(votes, 0.4), step.rounding_factors(votes, 0.3, 8)[0]
 
     def on(rows: slice) -> torch.Tensor:
         if rule == "topk":
@@ -369,7 +404,7 @@ def test_move_equals_the_rule_on_the_whole_matrix(shape, rule, memory):
     else:
         levels = step.levels_a_step(0.05, 3, shape[1]) * (1 if memory else 0.5)
         factors = step.rounding_factors(votes, 0.45, kept.resolution, levels,
-                                        quorum=0 if memory else step.quorum_of(1.1, 3))
+                                        quorum=0 if memory else step.quorum_of(1.1, 3))[0]
         expected = step.rounding(old, votes, noise, factors, kept.limit, kept.memory_bits, follow=64)
     assert torch.equal(kept.values(weight), expected)
     assert int(ballot.flips) == int((kept.levels(weight) != kept.value_levels(old)).sum()) > 0

@@ -316,22 +316,33 @@ void gft_squares(const void *votes, int wide, int64_t *row_sums, int64_t *column
     }
 }
 
-/* step.rounding_factors from those sums. Division and square root of doubles are correctly rounded. */
+/* A running mean square, renewed: what has been 0 takes the fresh one in full. */
+static double renewed(float *square, double fresh, double share) {
+    double old = *square;
+    *square = (float)(old > 0 ? old + (fresh - old) * share : fresh);
+    return *square;
+}
+
+/* step.rounding_factors from those sums. `squares`, of rows, of columns and of all, are renewed in place. Division and square
+   root of doubles are correctly rounded. */
 void gft_factors(const int64_t *row_sums, const int64_t *column_sums, int64_t rows, int64_t columns, int shift, float gain,
-                 float *row_factor, float *column_factor) {
+                 float *squares, double share, float *row_factor, float *column_factor) {
     int64_t high = 0, low = 0; /* step._sum_as_double */
     for (int64_t r = 0; r < rows; r++) {
         high += row_sums[r] >> 32;
         low += row_sums[r] & 0xFFFFFFFF;
     }
+    double unit = (double)((int64_t)1 << shift) * (double)((int64_t)1 << shift);
     double total = (double)(high + (low >> 32)) * 4294967296.0 + (double)(low & 0xFFFFFFFF);
-    double overall = sqrt(total / (double)(rows * columns)) / (double)((int64_t)1 << shift);
+    double overall = sqrt(renewed(squares + rows + columns, total / (double)(rows * columns) * unit, share));
     for (int64_t r = 0; r < rows; r++) {
-        double inverse = row_sums[r] > 0 ? 1.0 / sqrt((double)row_sums[r] / (double)columns) : 0.0;
-        row_factor[r] = (float)(inverse * overall * (double)gain);
+        double square = renewed(squares + r, (double)row_sums[r] / (double)columns * unit, share);
+        row_factor[r] = (float)((square > 0 ? 1.0 / sqrt(square) : 0.0) * overall * (double)gain);
     }
-    for (int64_t c = 0; c < columns; c++)
-        column_factor[c] = column_sums[c] > 0 ? (float)(1.0 / sqrt((double)column_sums[c] / (double)rows)) : 0.0f;
+    for (int64_t c = 0; c < columns; c++) {
+        double square = renewed(squares + rows + c, (double)column_sums[c] / (double)rows * unit, share);
+        column_factor[c] = (float)(square > 0 ? 1.0 / sqrt(square) : 0.0);
+    }
 }
 
 /* ------------------------------------------------------------------------------------------------ step.rounding, step.topk */

@@ -32,7 +32,7 @@ LEAST_A_THREAD = 1 << 15  # elements; fewer are not worth waking a thread for
 ROWS_OF_VOTES = 64  # as many as native.c packs at once
 FRESH = 1 << 25  # bytes; a block this large is not kept for reuse when it is freed (glibc), so it is fresh each time
 
-POINTER, INT, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+POINTER, INT, LONG, FLOAT, DOUBLE = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_double
 STREAM = [ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint32]  # seed, step, stream, call
 SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "gft_quantize": (None, [POINTER] * 5 + [LONG] * 3 + [FLOAT] * 2 + STREAM),
@@ -43,7 +43,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "gft_pack_x": (None, [POINTER, POINTER, *[LONG] * 4]),
     "gft_votes": (None, [POINTER, POINTER, POINTER, *[LONG] * 5]),
     "gft_squares": (None, [POINTER, INT, POINTER, POINTER, LONG, LONG, LONG, INT]),
-    "gft_factors": (None, [POINTER, POINTER, LONG, LONG, INT, FLOAT, POINTER, POINTER]),
+    "gft_factors": (None, [POINTER, POINTER, LONG, LONG, INT, FLOAT, POINTER, DOUBLE, POINTER, POINTER]),
     "gft_move": (LONG, [POINTER, POINTER, INT, POINTER, POINTER, FLOAT, FLOAT, INT, *[LONG] * 7, *[INT] * 4, *STREAM]),
 }
 
@@ -243,9 +243,9 @@ def _float_product(delta: Tensor, x: Tensor) -> Tensor:
     return votes
 
 
-def rounding_factors(votes: Tensor, lr: float | Tensor, worth: float, shift: int, *,
-                     clip: float) -> tuple[Tensor, Tensor, float]:
-    """step.rounding_factors: (out, 1) and (1, in) float32, and the cap. `worth` must be a float32."""
+def rounding_factors(votes: Tensor, lr: float | Tensor, worth: float, shift: int, *, clip: float, most_halvings: int,
+                     running: Tensor | None, step: int) -> tuple[Tensor, Tensor, float, Tensor]:
+    """step.rounding_factors: (out, 1) and (1, in) float32, the cap, and the squares. `worth` must be a float32."""
     gain = (torch.as_tensor(lr, dtype=torch.float32) * worth).item()
     votes, functions = votes.contiguous(), _functions()
     rows, columns = votes.shape
@@ -259,9 +259,11 @@ def rounding_factors(votes: Tensor, lr: float | Tensor, worth: float, shift: int
 
     by_column = torch.stack(_side_by_side(work, rows, votes.numel())).sum(0)
     row, column = (torch.empty(shape, dtype=torch.float32) for shape in ((rows, 1), (1, columns)))
-    functions.gft_factors(by_row.data_ptr(), by_column.data_ptr(), rows, columns, shift, gain, row.data_ptr(),
-                          column.data_ptr())
-    return row, column, clip * gain
+    squares = torch.zeros(rows + columns + 1) if running is None else running.clone()
+    share = 2.0 ** -min((step + 1).bit_length() - 1, most_halvings)
+    functions.gft_factors(by_row.data_ptr(), by_column.data_ptr(), rows, columns, shift, gain, squares.data_ptr(), share,
+                          row.data_ptr(), column.data_ptr())
+    return row, column, clip * gain, squares
 
 
 def move(stored: Tensor,  # (rows, bytes) uint8 or (rows, columns) int8, changed in place

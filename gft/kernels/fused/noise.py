@@ -41,11 +41,27 @@ def _philox(counter, seed, step, stream, call):
 
 @triton.jit
 def noise16_by_eights(counter, seed, step, stream, call):
-    """(rows, n) counters -> (rows, 8n) noise: all eight half-words of each, side by side."""
+    """(...) counters -> (..., 2, 2, 2) noise: all eight half-words of each, counted by the last three axes."""
     w0, w1, w2, w3 = _philox(counter, seed, step, stream, call)
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # (rows, n, 2, 2), whose last two axes count 0, 1, 2, 3
-    halves = tl.join(words & 0xFFFF, words >> 16)
-    return tl.reshape(halves, (counter.shape[0], counter.shape[1] * 8)).to(tl.int32)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+    return tl.join(words & 0xFFFF, words >> 16).to(tl.int32)
+
+
+@triton.jit
+def load_eights(first, mask=None):
+    """(n,) pointers -> (n, 8): what lies there and the seven behind it, all in the thread that draws their counter. Where
+    one load of 16 bytes is not enough, Triton would give a thread four of the eight, and pass the rest round."""
+    mask = None if mask is None else mask[:, None]
+    if first.dtype.element_ty == tl.bfloat16:  # two in a word, each one instruction away from float32
+        pair = tl.load(first.to(tl.pointer_type(tl.uint32), bitcast=True)[:, None] + tl.arange(0, 4)[None, :], mask=mask)
+        low, high = (pair << 16).to(tl.float32, bitcast=True), (pair & 0xFFFF0000).to(tl.float32, bitcast=True)
+        eight = tl.join(low, high)
+    elif first.dtype.element_ty.primitive_bitwidth <= 16:
+        eight = tl.load(first[:, None] + tl.arange(0, 8)[None, :], mask=mask)
+    else:
+        half = first[:, None] + tl.arange(0, 4)[None, :]
+        eight = tl.permute(tl.join(tl.load(half, mask=mask), tl.load(half + 4, mask=mask)), (0, 2, 1))
+    return tl.reshape(eight, (first.shape[0], 8))
 
 
 # Never specialised on their values: they change from step to step, and 1 would become a constant without a type. The step

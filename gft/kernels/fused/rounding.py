@@ -5,81 +5,120 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gft.kernels.fused.noise import STREAM, noise16, noise16_by_eights, on_device
+from gft.kernels.fused.noise import STREAM, load_eights, noise16, noise16_by_eights, on_device
 
-# Tokens × features a program rounds at once, and how often it does so: it writes one partial sum of squares in all.
-TILE_TOKENS, TILE_FEATURES, TILES = 64, 64, 2
+# A program rounds LANES · RUN tokens × FEATURES. A thread rounds eight features of RUN tokens, one token after the other, so
+# WARPS = LANES · FEATURES / 256.
+LANES, RUN, FEATURES, WARPS = 8, 16, 64, 2
+MOST_REGISTERS = 128  # a thread
+ACROSS = True  # programs that start one after the other share tokens, not features
+CAREFUL = tl.constexpr(16)  # tokens at once where care is needed
 
 
 @triton.jit
-def _rounded(value, factor, top, first, row, column, feature_block, features, seed, step, stream, call,
-             SIGN: tl.constexpr, BY_EIGHTS: tl.constexpr, FEATURES: tl.constexpr):
-    """vote.quantize of a tile of finite values."""
+def _rounded(value, factor, noise, SIGN: tl.constexpr, TOP: tl.constexpr):
+    """vote.quantize of finite values, above 16 bits of fraction."""
     if SIGN:
-        return (value > 0).to(tl.int8) - (value < 0).to(tl.int8)
-    if BY_EIGHTS:
-        eighth = feature_block * (FEATURES // 8) + tl.arange(0, FEATURES // 8)
-        counter = (first * (features // 8)).to(tl.uint32) + (row[:, None] * (features // 8) + eighth[None, :]).to(tl.uint32)
-        noise = noise16_by_eights(counter, seed, step, stream, call)
-    else:
-        noise = noise16((first + row)[:, None] * features + column[None, :], seed, step, stream, call)
-    fixed = tl.minimum(tl.maximum(value * factor, -top), top).to(tl.int32)
-    return ((fixed + noise) >> 16).to(tl.int8)
+        return ((value > 0).to(tl.int32) - (value < 0).to(tl.int32)) << 16
+    return tl.clamp(value * factor, -TOP, TOP).to(tl.int32) + noise
 
 
 @triton.jit
-def _with_care(source, target, factor, first, column, feature_block, tokens, features, top, largest_square,
-               seed, step, stream, call, SIGN: tl.constexpr, BY_EIGHTS: tl.constexpr, TOKENS: tl.constexpr,
-               FEATURES: tl.constexpr, TILES: tl.constexpr):
-    """What is NaN or inf becomes 0 and is counted; large squares are bounded."""
-    total = tl.zeros((TOKENS, FEATURES), tl.float32)
-    bad = tl.zeros((TOKENS, FEATURES), tl.int32)
-    for tile in range(TILES):
-        row = tile * TOKENS + tl.arange(0, TOKENS)
-        live = (row < tokens - first)[:, None] & (column < features)[None, :]
+def _four_tokens(source, factor, counter, total, features, seed, step, stream, call, SIGN: tl.constexpr, TOP: tl.constexpr):
+    """The q of four tokens, in the bytes of one word, and the sum of squares so far. `source`: (n,) pointers to the first
+    of eight features."""
+    word = tl.zeros((source.shape[0], 8), tl.uint32)
+    for token in tl.static_range(4):
+        value = load_eights(source + token * features).to(tl.float32)
+        noise = 0
+        if not SIGN:
+            noise = tl.reshape(noise16_by_eights(counter + token * (features // 8), seed, step, stream, call), value.shape)
+        q = _rounded(value, factor, noise, SIGN, TOP).to(tl.uint32)
+        word |= (q >> 16 & 0xFF) << (8 * token)
+        total += value * value
+    return word, total
+
+
+@triton.jit
+def _whole_tile(values, factors, out, first, block, tokens, features, seed, step, stream, call,
+                SIGN: tl.constexpr, TOP: tl.constexpr, LANES: tl.constexpr, RUN: tl.constexpr, FEATURES: tl.constexpr):
+    """Without masks and without care. A thread has eight features of RUN tokens: what it loads and what it writes are
+    16 bytes each, the noise of a counter stays where it was drawn, and only q goes through shared memory."""
+    EIGHTHS: tl.constexpr = FEATURES // 8
+    place = tl.arange(0, LANES * EIGHTHS)
+    token, eighth = place // EIGHTHS * RUN, block * EIGHTHS + place % EIGHTHS
+    source = values + first * features + token * features + eighth * 8
+    counter = (first * (features // 8)).to(tl.uint32) + (token * (features // 8) + eighth).to(tl.uint32)
+    factor = 0.0 if SIGN else load_eights(factors + eighth * 8)
+    total = tl.zeros((LANES * EIGHTHS, 8), tl.float32)
+    a, total = _four_tokens(source, factor, counter, total, features, seed, step, stream, call, SIGN, TOP)
+    b, total = _four_tokens(source + 4 * features, factor, counter + features // 2, total, features,
+                            seed, step, stream, call, SIGN, TOP)
+    words = tl.join(a, b)
+    if RUN == 16:
+        c, total = _four_tokens(source + 8 * features, factor, counter + features, total, features,
+                                seed, step, stream, call, SIGN, TOP)
+        d, total = _four_tokens(source + 12 * features, factor, counter + features // 2 * 3, total, features,
+                                seed, step, stream, call, SIGN, TOP)
+        words = tl.join(tl.join(a, c), tl.join(b, d))
+    words = tl.permute(tl.reshape(words, (LANES, FEATURES, RUN // 4)), (1, 0, 2))
+    words = tl.reshape(words, (FEATURES, LANES * RUN // 4)).to(tl.int32, bitcast=True)
+    column = (block * FEATURES + tl.arange(0, FEATURES)).to(tl.int64)
+    target = out.to(tl.pointer_type(tl.int32), bitcast=True) + first // 4 + column[:, None] * (tokens // 4)
+    tl.store(target + tl.arange(0, LANES * RUN // 4)[None, :], words)
+    return tl.sum(tl.reshape(total, (LANES, FEATURES)), 0)
+
+
+@triton.jit
+def _with_care(values, factors, out, first, block, tokens, features, largest_square, seed, step, stream, call,
+               SIGN: tl.constexpr, BY_EIGHTS: tl.constexpr, TOP: tl.constexpr, TOKENS: tl.constexpr, FEATURES: tl.constexpr):
+    """At the edges, too. What is NaN or inf becomes 0 and is counted; large squares are bounded."""
+    column = block * FEATURES + tl.arange(0, FEATURES)
+    inside = column < features
+    factor = 0.0 if SIGN else tl.load(factors + column, mask=inside, other=0.0)[None, :]
+    source, target = values + first * features, out + column.to(tl.int64)[:, None] * tokens + first
+    total = tl.zeros((CAREFUL, FEATURES), tl.float32)
+    bad = tl.zeros((CAREFUL, FEATURES), tl.int32)
+    for tile in range(TOKENS // CAREFUL):
+        row = tile * CAREFUL + tl.arange(0, CAREFUL)
+        live = (row < tokens - first)[:, None] & inside[None, :]
         value = tl.load(source + row[:, None] * features + column[None, :], mask=live, other=0.0).to(tl.float32)
         finite = tl.abs(value) < float("inf")  # not so for NaN
         bad += (finite == 0).to(tl.int32)
         value = tl.where(finite, value, 0.0)
-        q = _rounded(value, factor, top, first, row, column, feature_block, features, seed, step, stream, call,
-                     SIGN, BY_EIGHTS, FEATURES)
+        noise = 0
+        if BY_EIGHTS and not SIGN:
+            eighth = block * (FEATURES // 8) + tl.arange(0, FEATURES // 8)
+            counter = (first + row)[:, None] * (features // 8) + eighth[None, :]
+            noise = tl.reshape(noise16_by_eights(counter, seed, step, stream, call), (CAREFUL, FEATURES))
+        elif not SIGN:
+            noise = noise16((first + row)[:, None] * features + column[None, :], seed, step, stream, call)
+        q = (_rounded(value, factor, noise, SIGN, TOP) >> 16).to(tl.int8)
         tl.store(target + row[None, :], tl.trans(q), mask=tl.trans(live))
         total += tl.minimum(value * value, largest_square)
     return tl.sum(total, 0), tl.sum(bad)
 
 
 @triton.jit(do_not_specialize=STREAM)
-def _quantize_kernel(values, factors, out, squares, not_finite, tokens, features, top, largest_square,
-                     seed, step, stream, call,
-                     SIGN: tl.constexpr, EVEN: tl.constexpr, BY_EIGHTS: tl.constexpr, TOKENS: tl.constexpr,
-                     FEATURES: tl.constexpr, TILES: tl.constexpr):
-    chunk, feature_block = tl.program_id(0), tl.program_id(1)
-    column = feature_block * FEATURES + tl.arange(0, FEATURES)
-    inside = column < features
-    factor = 0.0 if SIGN else tl.load(factors + column, mask=inside, other=0.0)[None, :]
-    first = chunk.to(tl.int64) * (TILES * TOKENS)
-    # Tokens last: the votes are a product over tokens, and int8 tensor cores want those side by side.
-    source, target = values + first * features, out + column.to(tl.int64)[:, None] * tokens + first
-    total = tl.zeros((TOKENS, FEATURES), tl.float32)
-    for tile in tl.static_range(TILES):
-        row = tile * TOKENS + tl.arange(0, TOKENS)
-        live = None if EVEN else (row < tokens - first)[:, None] & inside[None, :]
-        value = tl.load(source + row[:, None] * features + column[None, :], mask=live).to(tl.float32)
-        if not EVEN:
-            value = tl.where(live, value, 0.0)
-        q = _rounded(value, factor, top, first, row, column, feature_block, features, seed, step, stream, call,
-                     SIGN, BY_EIGHTS, FEATURES)
-        tl.store(target + row[None, :], tl.trans(q), mask=None if EVEN else tl.trans(live))
-        total += value * value
-    sums = tl.sum(total, 0)
-    bad = tl.sum((sums < 0).to(tl.int32))  # none
+def _quantize_kernel(values, factors, out, squares, not_finite, tokens, features, largest_square, seed, step, stream, call,
+                     SIGN: tl.constexpr, ALIGNED: tl.constexpr, BY_EIGHTS: tl.constexpr, TOP: tl.constexpr,
+                     LANES: tl.constexpr, RUN: tl.constexpr, FEATURES: tl.constexpr, ACROSS: tl.constexpr):
+    """Tokens last: the votes are a product over tokens, and int8 tensor cores want those side by side."""
+    chunk, block = tl.program_id(1 if ACROSS else 0), tl.program_id(0 if ACROSS else 1)
+    first = chunk.to(tl.int64) * (LANES * RUN)
+    sums, bad = tl.full((FEATURES,), float("inf"), tl.float32), 0
+    if ALIGNED:  # noqa: SIM102  (known when the kernel is compiled; the other only when it runs)
+        if (first + LANES * RUN <= tokens) & ((block + 1) * FEATURES <= features):
+            sums = _whole_tile(values, factors, out, first, block, tokens, features, seed, step, stream, call,
+                               SIGN, TOP, LANES, RUN, FEATURES)
     # A sum beyond the bound, or none at all, tells of a value that is NaN, inf or too large to be squared: once more, with
     # care. Elsewhere, which is next to always, the care would take a third of the time.
     if tl.sum((sums <= largest_square).to(tl.int32)) < FEATURES:
-        sums, bad = _with_care(source, target, factor, first, column, feature_block, tokens, features, top, largest_square,
-                               seed, step, stream, call, SIGN, BY_EIGHTS, TOKENS, FEATURES, TILES)
-    tl.store(squares + chunk * features + column, sums, mask=inside)
-    tl.store(not_finite + chunk * tl.num_programs(1) + feature_block, bad)
+        sums, bad = _with_care(values, factors, out, first, block, tokens, features, largest_square,
+                               seed, step, stream, call, SIGN, BY_EIGHTS, TOP, LANES * RUN, FEATURES)
+    column = block * FEATURES + tl.arange(0, FEATURES)
+    tl.store(squares + chunk * features + column, sums, mask=column < features)
+    tl.store(not_finite + chunk * tl.num_programs(0 if ACROSS else 1) + block, bad)
 
 
 @triton.jit(do_not_specialize=["chunks", "tokens", "programs"])
@@ -120,15 +159,15 @@ def quantize(values: Tensor,  # (n, features) float
     out, mean = empty(features, tokens, dtype=torch.int8), empty(features)
     if not values.numel():
         return out.t(), mean.zero_()
-    grid = triton.cdiv(tokens, TILE_TOKENS * TILES), triton.cdiv(features, TILE_FEATURES)
+    grid = triton.cdiv(tokens, LANES * RUN), triton.cdiv(features, FEATURES)
     squares, not_finite = empty(grid[0], features), empty(*grid, dtype=torch.int32)
-    even = tokens % (TILE_TOKENS * TILES) == 0 and features % TILE_FEATURES == 0
+    aligned = tokens % 16 == 0 and features % 8 == 0 and values.data_ptr() % 16 == 0
     with torch.cuda.device_of(values):  # Triton launches on the current device, not on the tensor's
-        _quantize_kernel[grid](
-            values, mean if factors is None else factors, out, squares, not_finite, tokens, features,
-            float(largest * 65536), largest_squared**2, seed, on_device(step, values), stream, call,
-            SIGN=factors is None, EVEN=even, BY_EIGHTS=features % 8 == 0, TOKENS=TILE_TOKENS, FEATURES=TILE_FEATURES,
-            TILES=TILES, num_warps=4)
+        _quantize_kernel[grid[::-1] if ACROSS else grid](
+            values, mean if factors is None else factors, out, squares, not_finite, tokens, features, largest_squared**2,
+            seed, on_device(step, values), stream, call,
+            SIGN=factors is None, ALIGNED=aligned, BY_EIGHTS=features % 8 == 0, TOP=float(largest * 65536), LANES=LANES,
+            RUN=RUN, FEATURES=FEATURES, ACROSS=ACROSS, num_warps=WARPS, maxnreg=MOST_REGISTERS)
         _mean_kernel[(triton.cdiv(features, 16),)](
             squares, not_finite, mean, mean if counted is None else counted, grid[0], tokens, not_finite.numel(), features,
             COUNT=counted is not None, CHUNKS=128, FEATURES=16)
