@@ -329,7 +329,7 @@ def test_c_move_equals_definition_over_several_blocks(c, bits, memory, gain):
     shape = (3, 4101)
     grid, top, votes = Grid(bits, *shape, memory), largest_level(bits), random_votes(shape, torch.int32)
     old = torch.randint(-grid.limit, grid.limit + 1, shape, generator=torch.Generator().manual_seed(2)).to(torch.int8)
-    stored, factors = grid.from_values(old.clone()), step._factors(votes, 1.0, gain, 0)
+    stored, factors = grid.from_values(old.clone()), step._factors(votes, 1.0, gain, 0)[0]
     new = step.rounding(old, votes, philox.noise16(votes.numel(), **STREAM).view(shape), factors, grid.limit,
                         grid.memory_bits, follow=90)
     flips = torch.zeros((), dtype=torch.int64)
