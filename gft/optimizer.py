@@ -1,7 +1,7 @@
 """GFT, the optimizer of integer weights, and Hybrid, which joins it with any other torch optimizers.
 
 GFT hands each weight a ballot (vote.py); backward fills it with votes; `step` lets a rule (step.py) turn the votes into
-moves. There is no other state than the votes' running scales, one float a feature.
+moves. There is no other state than running scales of x, delta and their votes, two floats a feature.
 """
 
 import math
@@ -245,9 +245,10 @@ def move(weight: Tensor, ballot: Ballot, call: int, *, lr: float | Tensor, rule:
         levels = rules.levels_a_step(weight.read_scale(), grid.bits, grid.columns)  # type: ignore[attr-defined]
         heard = {} if grid.memory_bits else {"quorum": rules.quorum_of(quorum, grid.bits)}
         levels = levels if grid.memory_bits else levels * rules.WITHOUT_MEMORY
-        before = rules.Squares(ballot.votes_square, ballot.step)
-        factors, ballot.fresh_votes_square = rules.rounding_factors(votes, lr, grid.resolution, levels, ballot.ceiling,
-                                                                    before=before, **heard)
+        factors, squares = rules.rounding_factors(votes, lr, grid.resolution, levels, ballot.ceiling,
+                                                  before=rules.Squares(ballot.votes_square, ballot.step), **heard)
+        if grid.memory_bits:  # without memory a step's votes are measured by themselves: docs/method.md says why
+            ballot.fresh_votes_square = squares
     if bounds is None and factors is None:
         return
     stream, follow = ballot.stream(0, call), rules.follow_of(inertia)

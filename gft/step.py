@@ -11,7 +11,7 @@ topk (paper, Alg. 1 and 3; k is a fraction)
 
 rounding (ours: every weight moves by the stochastic rounding of its share)
 
-    u = clip(beta / sqrt(R · C / M), -4, 4)      R, C, M: running means of beta² by row, by column and of all
+    u = clip(beta / sqrt(R · C / M), -4, 4)      R, C, M: means of beta² by row, by column and of all
     w <- clip(stochastic_round(w - lr/2 · heard(u)), -I, I)                          packed
 
     z <- clip(stochastic_round(z - lr · u), -I, I)         kept to within one level of w   with memory
@@ -22,8 +22,8 @@ levels follow. Along any direction made of many weights w is then an average of 
 1 - inertia a step, and that is momentum: v <- inertia · v + (1 - inertia) · u; w <- w - lr · v gives the same w. It costs
 no state: what waits is in the memory already. docs/method.md has the algebra and what it is worth.
 
-R, C and M are means over many steps (`share_of_newest`), as Adam's second moment is: taken from one step's votes alone they
-follow its noise, and a row that happens to be quiet is made as loud as the others.
+With memory R, C and M are means over many steps (`share_of_newest`), as Adam's second moment is: taken from one step's votes
+alone they follow its noise, and a row that happens to be quiet is made as loud as the others.
 
 Without memory nothing adds votes up over steps, and most of them are noise: heard(u) = sign(u) · max(|u| - q, 0), scaled to
 rms 1, hears only what is beyond a quorum q, and the more so the coarser the grid is (`quorum_of`).
