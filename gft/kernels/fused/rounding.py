@@ -11,7 +11,6 @@ from gft.kernels.fused.noise import STREAM, load_eights, noise16, noise16_by_eig
 # WARPS = LANES · FEATURES / 256.
 LANES, RUN, FEATURES, WARPS = 8, 16, 64, 2
 MOST_REGISTERS = 128  # a thread
-ACROSS = True  # programs that start one after the other share tokens, not features
 CAREFUL = tl.constexpr(16)  # tokens at once where care is needed
 
 
@@ -102,9 +101,9 @@ def _with_care(values, factors, out, first, block, tokens, features, largest_squ
 @triton.jit(do_not_specialize=STREAM)
 def _quantize_kernel(values, factors, out, squares, not_finite, tokens, features, largest_square, seed, step, stream, call,
                      SIGN: tl.constexpr, ALIGNED: tl.constexpr, BY_EIGHTS: tl.constexpr, TOP: tl.constexpr,
-                     LANES: tl.constexpr, RUN: tl.constexpr, FEATURES: tl.constexpr, ACROSS: tl.constexpr):
+                     LANES: tl.constexpr, RUN: tl.constexpr, FEATURES: tl.constexpr):
     """Tokens last: the votes are a product over tokens, and int8 tensor cores want those side by side."""
-    chunk, block = tl.program_id(1 if ACROSS else 0), tl.program_id(0 if ACROSS else 1)
+    block, chunk = tl.program_id(0), tl.program_id(1)  # programs that start one after the other read the same tokens
     first = chunk.to(tl.int64) * (LANES * RUN)
     sums, bad = tl.full((FEATURES,), float("inf"), tl.float32), 0
     if ALIGNED:  # noqa: SIM102  (known when the kernel is compiled; the other only when it runs)
@@ -118,7 +117,7 @@ def _quantize_kernel(values, factors, out, squares, not_finite, tokens, features
                                seed, step, stream, call, SIGN, BY_EIGHTS, TOP, LANES * RUN, FEATURES)
     column = block * FEATURES + tl.arange(0, FEATURES)
     tl.store(squares + chunk * features + column, sums, mask=column < features)
-    tl.store(not_finite + chunk * tl.num_programs(0 if ACROSS else 1) + block, bad)
+    tl.store(not_finite + chunk * tl.num_programs(0) + block, bad)
 
 
 @triton.jit(do_not_specialize=["chunks", "tokens", "programs"])
@@ -159,16 +158,16 @@ def quantize(values: Tensor,  # (n, features) float
     out, mean = empty(features, tokens, dtype=torch.int8), empty(features)
     if not values.numel():
         return out.t(), mean.zero_()
-    grid = triton.cdiv(tokens, LANES * RUN), triton.cdiv(features, FEATURES)
-    squares, not_finite = empty(grid[0], features), empty(*grid, dtype=torch.int32)
+    grid = triton.cdiv(features, FEATURES), triton.cdiv(tokens, LANES * RUN)
+    squares, not_finite = empty(grid[1], features), empty(*grid, dtype=torch.int32)
     aligned = tokens % 16 == 0 and features % 8 == 0 and values.data_ptr() % 16 == 0
     with torch.cuda.device_of(values):  # Triton launches on the current device, not on the tensor's
-        _quantize_kernel[grid[::-1] if ACROSS else grid](
+        _quantize_kernel[grid](
             values, mean if factors is None else factors, out, squares, not_finite, tokens, features, largest_squared**2,
             seed, on_device(step, values), stream, call,
             SIGN=factors is None, ALIGNED=aligned, BY_EIGHTS=features % 8 == 0, TOP=float(largest * 65536), LANES=LANES,
-            RUN=RUN, FEATURES=FEATURES, ACROSS=ACROSS, num_warps=WARPS, maxnreg=MOST_REGISTERS)
+            RUN=RUN, FEATURES=FEATURES, num_warps=WARPS, maxnreg=MOST_REGISTERS)
         _mean_kernel[(triton.cdiv(features, 16),)](
-            squares, not_finite, mean, mean if counted is None else counted, grid[0], tokens, not_finite.numel(), features,
+            squares, not_finite, mean, mean if counted is None else counted, grid[1], tokens, not_finite.numel(), features,
             COUNT=counted is not None, CHUNKS=128, FEATURES=16)
     return out.t(), mean
