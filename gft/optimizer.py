@@ -1,7 +1,7 @@
 """GFT, the optimizer of integer weights, and Hybrid, which joins it with any other torch optimizers.
 
 GFT hands each weight a ballot (vote.py); backward fills it with votes; `step` lets a rule (step.py) turn the votes into
-moves. There is no other state than running scales of x, delta and their votes, two floats a feature.
+moves. There is no other state than running scales: one float a feature for x and delta, and with memory one for their votes.
 """
 
 import math
