@@ -1,6 +1,7 @@
 """The lab: recipes, and runs that can be read back."""
 
 import json
+import queue
 
 import pytest
 import torch
@@ -234,6 +235,21 @@ def test_reproduce_runs_side_by_side(tmp_path):
     assert row["n"] == 2
     with pytest.raises(ValueError, match="names no row"):
         tables.reproduce("depth", tmp_path, rows=["depth-4"])
+
+
+def test_a_run_whose_table_was_killed_stops(tmp_path, monkeypatch):
+    """Or the table, started again, would find it at work in its folder."""
+    class Killed:
+        def is_alive(self) -> bool:
+            return False
+
+    told: queue.Queue = queue.Queue()
+    recipe = recipes.find("digits-quantized-2bit").changed(["width=16", "steps=60"])
+    monkeypatch.setattr(tables.multiprocessing, "parent_process", Killed)
+    threads = torch.get_num_threads()
+    tables._work((recipe, 0, tmp_path / "run"), "cpu", told, threads)
+    assert told.empty()
+    assert not (tmp_path / "run" / "result.json").exists()
 
 
 def test_short_numbers():

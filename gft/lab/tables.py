@@ -156,8 +156,11 @@ def _work(run: Run, device: str, told: Any, threads: int) -> None:
 
     torch.set_num_threads(threads)
     torch.set_float32_matmul_precision("high")
+    parent = multiprocessing.parent_process()
     for name, event in _events(run, device):
         if event.loss is not None or event.result is not None:
+            if parent is not None and not parent.is_alive():
+                return  # it was killed; whoever starts the table again should not find this run at work
             told.put((name, event))
 
 
