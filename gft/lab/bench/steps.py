@@ -75,8 +75,13 @@ def trainer(work: Work, device: torch.device, bits: int | None, precision: str, 
 
     batch = work.batch(device)
     captured = gft.Captured(step, optimizer)
-    for _ in range(WARM_UP + 1 if device.type == "cuda" else 0):  # compiles, and records the graph
-        captured(*batch)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")  # float32 means float32 here, whatever the process asked for
+    try:
+        for _ in range(WARM_UP + 1 if device.type == "cuda" else 0):  # compiles, and records the graph
+            captured(*batch)
+    finally:
+        torch.set_float32_matmul_precision(before)
     return lambda: captured(*batch)
 
 
