@@ -159,7 +159,7 @@ def test_running_a_block_again_casts_votes_once():
         if not again:
             model.blocks = nn.ModuleList(block.block for block in model.blocks)  # type: ignore[union-attr]
         begin = [weight.clone() for weight in gft.quantized(model)]
-        scale.train(model, scale.optimizers(model), size, CPU)
+        scale.train(model, scale.optimizers(model, size), size, CPU)
         ends.append([weight.clone() for weight in gft.quantized(model)])
     assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
     assert all(not torch.equal(one, other) for one, other in zip(ends[0], begin, strict=True))
@@ -177,10 +177,11 @@ def test_scale_trains_and_says_what_it_holds():
 
 def test_the_fall_is_not_the_dense_parts_alone():
     ends = []
-    for lr in (0.0, scale.LR):
+    for lr in (0.0, scale.SMALL.lr):
         torch.manual_seed(0)
-        model = scale.build(scale.SMALL, datasets.load_verses(32).classes, CPU)
-        told = scale.train(model, scale.optimizers(model, lr), scale.SMALL, CPU)
+        size = replace(scale.SMALL, lr=lr)
+        model = scale.build(size, datasets.load_verses(size.context).classes, CPU)
+        told = scale.train(model, scale.optimizers(model, size), size, CPU)
         ends.append(sum(told.losses[-5:]) / 5)
         assert ends[-1] < told.losses[0]
     without, with_integers = ends

@@ -31,7 +31,6 @@ from gft.vote import tally
 
 DRAWN_AT_ONCE = 1 << 26  # levels drawn at once: 256 MB of floats
 HEAD = 128  # features of an attention head
-LR, DENSE_LR = 0.1, 3e-4  # docs/benchmarks.md says how they were chosen
 WARM_UP = 5  # steps in which the rates rise: votes of a fresh network agree more than later ones
 REFERENCE_WIDTH = 128  # at which the head's rate is the other dense parts'
 SECONDS_IN_ALL = 150.0
@@ -40,7 +39,7 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Size:
-    """A network, what it is fed, and for how long."""
+    """A network, what it is fed, for how long, and at which rates (docs/benchmarks.md says how they were chosen)."""
 
     width: int
     depth: int
@@ -48,6 +47,8 @@ class Size:
     context: int = 256
     steps: int = 20
     bits: int = 2
+    lr: float = 0.003
+    dense_lr: float = 5e-5
 
     @property
     def parameters(self) -> int:
@@ -64,7 +65,7 @@ class Size:
         return self.sequences * self.context
 
 
-SMALL = Size(width=64, depth=2, context=32)
+SMALL = Size(width=64, depth=2, context=32, lr=0.1, dense_lr=3e-4)
 
 
 def size_for(billions: float, width: int = 16384, **rest: Any) -> Size:
@@ -122,14 +123,14 @@ def build(size: Size, vocabulary: int, device: torch.device) -> GPT:
     return model
 
 
-def optimizers(model: GPT, lr: float = LR, dense_lr: float = DENSE_LR, seed: int = 0) -> gft.Hybrid:
+def optimizers(model: GPT, size: Size, seed: int = 0) -> gft.Hybrid:
     """GFT inside backward for the integers, AdamW for the rest. A step of the head adds up over the width, so its rate falls
     with it; GFT's own rate sees to that by itself."""
     head = model.head.weight
     others = [parameter for parameter in gft.dense(model) if parameter is not head]
-    groups = [{"params": others}, {"params": [head], "lr": dense_lr * REFERENCE_WIDTH / model.head.in_features}]
-    return gft.Hybrid(gft.GFT(gft.quantized(model), lr=lr, seed=seed, in_backward=True),
-                      torch.optim.AdamW(groups, lr=dense_lr, fused=True))
+    groups = [{"params": others}, {"params": [head], "lr": size.dense_lr * REFERENCE_WIDTH / size.width}]
+    return gft.Hybrid(gft.GFT(gft.quantized(model), lr=size.lr, seed=seed, in_backward=True),
+                      torch.optim.AdamW(groups, lr=size.dense_lr, fused=True))
 
 
 # ---------------------------------------------------------------------------------------------------- training
@@ -192,11 +193,11 @@ def least_seconds(size: Size, device: torch.device) -> float:
     return size.parameters * ((3 * product + tallied) / size.largest_matrix + BYTES_MOVED / bytes_a_second)
 
 
-def scale(device: torch.device, small: bool = False, billions: float = 100.0, steps: int = 20, width: int = 16384,
-          lr: float = LR, dense_lr: float = DENSE_LR, seed: int = 0) -> Iterator[Row]:
-    """Train `billions` of packed 2-bit weights for `steps` steps: memory, time, and whether the loss falls."""
+def scale(device: torch.device, small: bool = False, billions: float = 100.0, width: int = 16384, seed: int = 0,
+          **changes: Any) -> Iterator[Row]:
+    """Train `billions` of packed 2-bit weights: memory, time, and whether the loss falls. `changes`: of the Size."""
     begun = time.perf_counter()
-    size = replace(SMALL, steps=steps) if small else size_for(billions, width, steps=steps)
+    size = replace(SMALL, **changes) if small else size_for(billions, width, **changes)
     asked = size.parameters if small else billions * 1e9
     tell(f"  width {size.width}, {size.depth} blocks, {size.parameters:,} weights of {size.bits} bits, "
          f"{size.tokens} tokens a step")
@@ -205,7 +206,7 @@ def scale(device: torch.device, small: bool = False, billions: float = 100.0, st
     others = allocated(device)
     torch.manual_seed(seed)
     model = build(size, datasets.load("verses", size.context).classes, device)  # type: ignore[union-attr]
-    optimizer = optimizers(model, lr, dense_lr, seed)
+    optimizer = optimizers(model, size, seed)
     wait(device)
     forget_peak(device)  # what was drawn, too
     tell(f"  built in {time.perf_counter() - begun:.1f} s")
@@ -215,11 +216,11 @@ def scale(device: torch.device, small: bool = False, billions: float = 100.0, st
     parameters = sum(math.prod(layer.float_shape) for layer in quantized_layers(model).values())
     yield Row("scale", "quantized parameters", parameters / 1e9, asked / 1e9, "e9", "asked for", parameters / asked,
               "at least 1", parameters >= asked)
-    last = statistics.fmean(told.losses[-max(1, steps // 4):])
+    last = statistics.fmean(told.losses[-max(1, size.steps // 4):])
     gft_part = optimizer.optimizers[0]
     assert isinstance(gft_part, gft.GFT)
     moves = gft_part.flips() / parameters
-    yield Row("scale", f"loss, last quarter of {steps} steps, {moves:.3g} moves a weight", last, told.losses[0], "nats",
+    yield Row("scale", f"loss, last quarter of {size.steps} steps, {moves:.3g} moves a weight", last, told.losses[0], "nats",
               "the first step", last / told.losses[0], "at most 0.9", last <= 0.9 * told.losses[0])
     yield from _memory_rows(model, optimizer, size, told, others, device)
     taken = statistics.median(told.times[1:] or told.times)  # the first step compiles
