@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gft.lab import build, data, recipes, report, tables, train
-from gft.lab.models import DNN, GPT, ViT
+from gft.lab.models import DNN, GPT, ViT, vit
 
 TINY = ["width=24", "depth=3", "steps=30", "data=digits", "batch=64"]
 # What makes any recipe of a model small enough for a test.
@@ -106,6 +106,26 @@ def test_models_refuse_data_they_cannot_read():
         GPT(9, context=4, width=8, depth=1, heads=1)(torch.zeros(1, 5, dtype=torch.long))
 
 
+def test_vit_leaves_patches_out_in_training_alone():
+    torch.manual_seed(0)
+    model, whole = (ViT(1, 8, 10, patch=2, width=16, depth=1, heads=2, patch_dropout=share) for share in (0.75, 0.0))
+    whole.load_state_dict(model.state_dict())
+    for one in (model, whole):
+        torch.nn.init.normal_(one.head.weight, generator=torch.Generator().manual_seed(1))
+    x, seen = torch.randn(3, 1, 8, 8), []
+    for one in (model, whole):
+        one.blocks[0].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape[1]))
+    first, second = model(x), model(x)
+    assert not torch.equal(first, second)  # other patches each time
+    assert not torch.equal(first, whole(x))
+    assert torch.equal(model.eval()(x), whole.eval()(x))
+    assert seen == [5, 5, 17, 17, 17]  # 4 of 16 patches, and the class token
+    tokens = torch.arange(12.0).view(2, 6, 1)
+    some = vit.some_tokens(tokens, 4)
+    assert all(len(set(row.flatten().tolist()) & set(all_of.flatten().tolist())) == 4
+               for row, all_of in zip(some, tokens, strict=True))
+
+
 def test_gpt_sees_no_later_character():
     torch.manual_seed(0)
     model = GPT(20, context=12, width=16, depth=2, heads=2).eval()
@@ -200,7 +220,8 @@ def test_reproduce_writes_a_table_and_resumes(tmp_path, monkeypatch):
     lines = (tmp_path / "runs.jsonl").read_text()
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    (elsewhere / "runs.jsonl").write_text(lines)  # runs of another machine, without their folders
+    # Runs of another machine, without their folders, and of a time when there was no patch_dropout.
+    (elsewhere / "runs.jsonl").write_text(lines.replace('"patch_dropout": 0.0, ', ""))
     with monkeypatch.context() as patch:
         patch.setattr(train, "build_model", None)  # neither may train anything
         for folder in (tmp_path, elsewhere):

@@ -26,7 +26,8 @@ def build_float_model(recipe: Recipe, data: Data) -> nn.Module:
         if len(data.shape) != 3:
             raise ValueError(f"model=vit sees images, but data={recipe.data} has none; choose mnist-images or imagenette")
         channels, size, _ = data.shape
-        return ViT(channels, size, data.classes, recipe.patch, recipe.width, recipe.depth, recipe.heads, recipe.dropout)
+        return ViT(channels, size, data.classes, recipe.patch, recipe.width, recipe.depth, recipe.heads, recipe.dropout,
+                   recipe.patch_dropout)
     return DNN(data.inputs, data.classes, recipe.width, recipe.depth, recipe.norm, recipe.activation, recipe.dropout,
                recipe.input_dropout)
 

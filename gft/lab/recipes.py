@@ -53,6 +53,7 @@ class Recipe:
     activation: str = "relu"  # dnn
     dropout: float = 0.0
     input_dropout: float = 0.0  # dnn
+    patch_dropout: float = 0.0  # vit
     precision: str = "fp32"  # of the products on a GPU
     compiled: bool = False  # torch.compile, on a GPU: worth its quarter of a minute where steps are long or many
 
@@ -92,7 +93,7 @@ class Recipe:
                            ("patch", 1), ("warmup", 0), ("eval_every", 0)):
             if getattr(self, key) < least:
                 raise ValueError(f"{key}={getattr(self, key)}: give at least {least}")
-        for key in ("dropout", "input_dropout", "label_smoothing", "beta2"):
+        for key in ("dropout", "input_dropout", "patch_dropout", "label_smoothing", "beta2"):
             if not 0 <= getattr(self, key) < 1:
                 raise ValueError(f"{key}={getattr(self, key)}: it lies between 0 and 1")
         if not self.dense_lr >= 0:

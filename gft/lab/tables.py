@@ -30,6 +30,8 @@ SUBTITLES = {"default": "", "paper": ", the paper's own rule", "packed": ", with
 # The paper's figure of generated text shows these three; their checkpoints are kept.
 SAMPLED = ("shakespeare-gpt-fp", "shakespeare-gpt-hybrid1-4bit", "shakespeare-gpt-hybrid1-2bit")
 
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(Recipe)
+            if field.default is not dataclasses.MISSING}
 Run = tuple[Recipe, int, Path]
 Line = dict[str, Any]
 
@@ -91,9 +93,10 @@ def read_lines(out: Path) -> dict[tuple[str, int], Line]:
 
 
 def has_line(lines: Mapping[tuple[str, int], Line], recipe: Recipe, seed: int) -> bool:
-    """Is this run finished, with these very settings?"""
+    """Is this run finished, with these very settings? One that came later counts as its default, by which it changes
+    nothing."""
     line = lines.get((recipe.name, seed))
-    return line is not None and line.get("config") == dataclasses.asdict(recipe)
+    return line is not None and {**DEFAULTS, **line.get("config", {})} == dataclasses.asdict(recipe)
 
 
 def write_table(out: Path) -> list[Line]:

@@ -49,10 +49,11 @@ def precision(recipe: Recipe, on: torch.device) -> AbstractContextManager[Any]:
 
 
 def cross_entropy(logits: Tensor,  # (..., classes)
-                  labels: Tensor,  # (...)
+                  labels: Tensor,  # (...) of classes, or (..., classes) of shares of each
                   smoothing: float = 0.0,
                   reduction: str = "mean") -> Tensor:
-    return F.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), label_smoothing=smoothing, reduction=reduction)
+    labels = labels.flatten(0, -2) if labels.is_floating_point() else labels.flatten()
+    return F.cross_entropy(logits.float().flatten(0, -2), labels, label_smoothing=smoothing, reduction=reduction)
 
 
 @torch.no_grad()

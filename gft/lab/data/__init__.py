@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from gft.lab.data.dataset import AUGMENT, SPLITS, Dataset
+from gft.lab.data.augment import AUGMENT
+from gft.lab.data.dataset import SPLITS, Dataset
 from gft.lab.data.digits import load_digits, load_digits_images
 from gft.lab.data.folder import DataError, Source, data_folder
 from gft.lab.data.imagenette import fetch_imagenette, find_imagenette, load_imagenette

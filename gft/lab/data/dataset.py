@@ -11,16 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from gft.lab.data.augment import AUGMENT, augmented
 from gft.lab.data.folder import DataError
 
-AUGMENT = ("none", "light", "jitter")
 SPLITS = ("train", "val", "test")
-LEAST_AREA = 0.35  # of the image, that a crop keeps
-MOST_ASPECT = 4 / 3
-MOST_TURN, MOST_ZOOM, MOST_SHIFT = math.radians(12), 0.12, 0.1  # a jitter's: radians, share of the size, likewise
 
 
 @dataclass(frozen=True)
@@ -67,8 +63,8 @@ class Dataset:
         batch `first_step` is found without having drawn those before it. The last batch of an epoch is as short as it
         falls.
 
-        augment: "none"; "light": images are cropped at random and, if they may be (`flips`), mirrored, as suits photographs;
-        "jitter": turned, zoomed and shifted a little, as suits what fills its frame, such as digits.
+        augment: "none", or one of those that augment.py describes. "strong" mixes images, and yields shares of each class,
+        (n, classes), for labels.
         """
         if augment not in AUGMENT:
             raise DataError(f"augment={augment!r}: choose one of {', '.join(AUGMENT)}")
@@ -83,13 +79,8 @@ class Dataset:
             generator = torch.Generator().manual_seed(seed * 100_003 + epoch)
             order = torch.randperm(len(x), generator=generator).to(x.device)
             for some in order.split(batch)[start:]:
-                features = self.normalised(x[some])
-                if augment != "none":
-                    generator = seeded("augment", seed, step)
-                    maps = random_crops(len(some), self.flips, generator) if augment == "light" else \
-                        random_jitters(len(some), generator)
-                    features = resample(features, maps)
-                yield features, y[some]
+                yield augmented(self.normalised(x[some]), y[some], augment, self.classes, self.flips,
+                                seeded("augment", seed, step))
                 step += 1
 
     def evaluation_batches(self, split: str, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -116,43 +107,3 @@ def seeded(*key: str | int) -> torch.Generator:
     """A generator of the CPU that depends on `key` alone. Hashed, because torch's seeds it from 32 bits only, so that
     sums of multiples would meet."""
     return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:4], "little"))
-
-
-# ---------------------------------------------------------------------------------------------------- augmentation
-
-
-def random_crops(n: int, flips: bool, generator: torch.Generator) -> Tensor:
-    """(n, 2, 3) affine maps, each from the whole output onto a random rectangle inside the input, [-1, 1] x [-1, 1].
-
-    Its area is uniform between 0.35 and 1 of the image's and its aspect log-uniform between 3/4 and 4/3; a side that
-    would be longer than the image's is cut to it. With `flips`, every second one on average is mirrored.
-    """
-    area, aspect, across, down, mirror = torch.rand(5, n, generator=generator)
-    area = LEAST_AREA + (1 - LEAST_AREA) * area
-    root = MOST_ASPECT ** (aspect - 0.5)  # sqrt of the aspect
-    width, height = (area.sqrt() * root).clamp(max=1), (area.sqrt() / root).clamp(max=1)
-    maps = torch.zeros(n, 2, 3)
-    maps[:, 0, 0] = torch.where(mirror < 0.5, -width, width) if flips else width
-    maps[:, 0, 2] = (2 * across - 1) * (1 - width)
-    maps[:, 1, 1] = height
-    maps[:, 1, 2] = (2 * down - 1) * (1 - height)
-    return maps
-
-
-def random_jitters(n: int, generator: torch.Generator) -> Tensor:
-    """(n, 2, 3) affine maps near the identity: each turns, zooms and shifts by a uniform share of the most it may."""
-    turn, zoom, across, down = 2 * torch.rand(4, n, generator=generator) - 1
-    turn, zoom = turn * MOST_TURN, 1 + zoom * MOST_ZOOM
-    maps = torch.zeros(n, 2, 3)
-    maps[:, 0, 0], maps[:, 0, 1] = zoom * turn.cos(), -zoom * turn.sin()
-    maps[:, 1, 0], maps[:, 1, 1] = zoom * turn.sin(), zoom * turn.cos()
-    maps[:, 0, 2], maps[:, 1, 2] = 2 * MOST_SHIFT * across, 2 * MOST_SHIFT * down  # the image is 2 wide
-    return maps
-
-
-def resample(images: Tensor,  # (n, channels, height, width) float
-             maps: Tensor,    # (n, 2, 3)
-             ) -> Tensor:
-    """Each image seen through its map, at the same size."""
-    grid = F.affine_grid(maps.to(images.device), list(images.shape), align_corners=False)
-    return F.grid_sample(images, grid, mode="bilinear", padding_mode="reflection", align_corners=False)

@@ -11,18 +11,23 @@ class ViT(nn.Module):
 
     The paper's "ViT-Lx16" has 37,869,578 parameters on 28×28 with patch 4, and 38,329,866 on 224×224 with patch 16; its
     quantized layers have no bias (`gft.quantize_(..., bias=False)`).
+
+    patch_dropout: the share of an image's patches that a training step leaves out, other ones each time (PatchDropout, Liu
+        et al. 2022): it costs that much less, and many cheap steps teach more than few dear ones where images are few.
     """
 
     def __init__(self, channels: int, size: int, classes: int, patch: int = 16, width: int = 512, depth: int = 12,
-                 heads: int = 8, dropout: float = 0.0) -> None:
+                 heads: int = 8, dropout: float = 0.0, patch_dropout: float = 0.0) -> None:
         super().__init__()
         if size % patch:
             raise ValueError(f"patch={patch} does not divide the image size {size}; choose one that does")
+        patches = (size // patch) ** 2
+        self.seen_in_training = max(1, round(patches * (1 - patch_dropout)))
         self.patches = nn.Conv2d(channels, width, patch, patch)
         self.class_token = nn.Parameter(torch.zeros(1, 1, width))
         # About as large as what the patches themselves come to: with the usual 0.02 the network first has to find out where
         # anything is (docs/lab-notes.md).
-        self.positions = nn.Parameter(torch.randn(1, (size // patch) ** 2 + 1, width) * 0.5)
+        self.positions = nn.Parameter(torch.randn(1, patches + 1, width) * 0.5)
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(Block(width, heads, True, False, dropout) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
@@ -34,9 +39,18 @@ class ViT(nn.Module):
         nn.init.zeros_(self.head.weight)  # every class equally likely at first
 
     def forward(self, images: Tensor) -> Tensor:
-        x = self.patches(images).flatten(2).transpose(1, 2)
-        x = torch.cat([self.class_token.expand(len(x), -1, -1), x], 1)
-        x = self.dropout(x + self.positions)
+        x = self.patches(images).flatten(2).transpose(1, 2) + self.positions[:, 1:]
+        if self.training and self.seen_in_training < x.shape[1]:
+            x = some_tokens(x, self.seen_in_training)
+        first = self.class_token + self.positions[:, :1]
+        x = self.dropout(torch.cat([first.expand(len(x), -1, -1), x], 1))
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x[:, 0]))
+
+
+def some_tokens(x: Tensor,  # (batch, tokens, width)
+                count: int) -> Tensor:  # (batch, count, width)
+    """As many tokens of each sequence, chosen at random."""
+    chosen = torch.rand(x.shape[:2], device=x.device).argsort(1)[:, :count]
+    return x.gather(1, chosen[:, :, None].expand(-1, -1, x.shape[2]))

@@ -1,0 +1,122 @@
+"""Augmentation: images that look a little different at each step, a whole batch at once, on the device where it lies.
+
+    light     cropped at random and, if they may be, mirrored: photographs
+    strong    the same, in other colours, and every second one with a rectangle of another pasted in: photographs of which
+              there are few for a large network
+    jitter    turned, zoomed and shifted a little: what fills its frame, such as digits
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+AUGMENT = ("none", "light", "strong", "jitter")
+LEAST_AREA = 0.35  # of the image, that a crop keeps
+MOST_ASPECT = 4 / 3
+MOST_COLOUR = 0.4  # of brightness in deviations, of contrast and of saturation: by how much they may change
+PASTED = 0.5  # share of the images that get a piece of another
+MOST_TURN, MOST_ZOOM, MOST_SHIFT = math.radians(12), 0.12, 0.1  # a jitter's: radians, share of the size, likewise
+
+
+def augmented(images: Tensor,  # (n, channels, height, width) float, normalised
+              labels: Tensor,  # (n,) int64
+              how: str,
+              classes: int,
+              flips: bool,  # whether a mirrored image is still of its class
+              generator: torch.Generator,  # of the CPU
+              ) -> tuple[Tensor, Tensor]:
+    """Images and labels as one step sees them. Where images are mixed, labels become shares of each class, (n, classes)."""
+    if how == "none":
+        return images, labels
+    n = len(images)
+    images = resample(images, random_jitters(n, generator) if how == "jitter" else random_crops(n, flips, generator))
+    if how == "strong":
+        images = recoloured(images, 2 * torch.rand(3, n, generator=generator) - 1)
+        boxes = random_boxes(n, images.shape[2], images.shape[3], generator)
+        images, labels = mixed(images, F.one_hot(labels, classes).float(), boxes)
+    return images, labels
+
+
+# ---------------------------------------------------------------------------------------------------- places
+
+
+def random_crops(n: int, flips: bool, generator: torch.Generator) -> Tensor:
+    """(n, 2, 3) affine maps, each from the whole output onto a random rectangle inside the input, [-1, 1] x [-1, 1].
+
+    Its area is uniform between 0.35 and 1 of the image's and its aspect log-uniform between 3/4 and 4/3; a side that
+    would be longer than the image's is cut to it. With `flips`, every second one on average is mirrored.
+    """
+    area, aspect, across, down, mirror = torch.rand(5, n, generator=generator)
+    area = LEAST_AREA + (1 - LEAST_AREA) * area
+    root = MOST_ASPECT ** (aspect - 0.5)  # sqrt of the aspect
+    width, height = (area.sqrt() * root).clamp(max=1), (area.sqrt() / root).clamp(max=1)
+    maps = torch.zeros(n, 2, 3)
+    maps[:, 0, 0] = torch.where(mirror < 0.5, -width, width) if flips else width
+    maps[:, 0, 2] = (2 * across - 1) * (1 - width)
+    maps[:, 1, 1] = height
+    maps[:, 1, 2] = (2 * down - 1) * (1 - height)
+    return maps
+
+
+def random_jitters(n: int, generator: torch.Generator) -> Tensor:
+    """(n, 2, 3) affine maps near the identity: each turns, zooms and shifts by a uniform share of the most it may."""
+    turn, zoom, across, down = 2 * torch.rand(4, n, generator=generator) - 1
+    turn, zoom = turn * MOST_TURN, 1 + zoom * MOST_ZOOM
+    maps = torch.zeros(n, 2, 3)
+    maps[:, 0, 0], maps[:, 0, 1] = zoom * turn.cos(), -zoom * turn.sin()
+    maps[:, 1, 0], maps[:, 1, 1] = zoom * turn.sin(), zoom * turn.cos()
+    maps[:, 0, 2], maps[:, 1, 2] = 2 * MOST_SHIFT * across, 2 * MOST_SHIFT * down  # the image is 2 wide
+    return maps
+
+
+def resample(images: Tensor,  # (n, channels, height, width) float
+             maps: Tensor,    # (n, 2, 3)
+             ) -> Tensor:
+    """Each image seen through its map, at the same size."""
+    grid = F.affine_grid(maps.to(images.device), list(images.shape), align_corners=False)
+    return F.grid_sample(images, grid, mode="bilinear", padding_mode="reflection", align_corners=False)
+
+
+# ---------------------------------------------------------------------------------------------------- colours
+
+
+def recoloured(images: Tensor,   # (n, channels, height, width) float, of mean 0 and deviation 1 per channel
+               changes: Tensor,  # (3, n) from -1 to 1: brightness, contrast, saturation
+               ) -> Tensor:
+    """Lighter or darker, more or less apart from its own mean, more or less apart from grey."""
+    brightness, contrast, saturation = (MOST_COLOUR * changes).to(images.device)[:, :, None, None, None]
+    mean = images.mean((1, 2, 3), keepdim=True)
+    images = mean + (1 + contrast) * (images - mean) + brightness
+    grey = images.mean(1, keepdim=True)
+    return grey + (1 + saturation) * (images - grey)
+
+
+# ---------------------------------------------------------------------------------------------------- pieces of others
+
+
+def random_boxes(n: int, height: int, width: int, generator: torch.Generator) -> Tensor:
+    """(n, 4) int64: top, bottom, left and right of a rectangle in each image, empty in half of them on average.
+
+    A share of the area uniform between 0 and 1, of the image's aspect, its middle anywhere, what sticks out cut off: CutMix
+    (Yun et al. 2019) for each image by itself.
+    """
+    pasted, area, down, across = torch.rand(4, n, generator=generator)
+    side = torch.where(pasted < PASTED, area.sqrt(), 0)
+    ends = [(middle + sign * side / 2).clamp(0, 1) * size for middle, size in ((down, height), (across, width))
+            for sign in (-1, 1)]
+    return torch.stack(ends, 1).round().long()
+
+
+def mixed(images: Tensor,  # (n, channels, height, width)
+          shares: Tensor,  # (n, classes) of each class in each image
+          boxes: Tensor,   # (n, 4)
+          ) -> tuple[Tensor, Tensor]:
+    """In its box each image shows the one before it in the batch, and its classes' shares are as their areas are."""
+    top, bottom, left, right = boxes.to(images.device).t()[:, :, None]
+    y, x = (torch.arange(size, device=images.device) for size in images.shape[2:])
+    inside = ((top <= y) & (y < bottom))[:, :, None] & ((left <= x) & (x < right))[:, None, :]
+    taken = inside.float().mean((1, 2))[:, None]
+    return (torch.where(inside[:, None], images.roll(1, 0), images),
+            torch.lerp(shares, shares.roll(1, 0), taken))
