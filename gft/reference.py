@@ -165,7 +165,7 @@ def rounding(values: Matrix, beta: Matrix, noise: Matrix, *, lr: float, memory_b
     if not memory_bits:
         return [[clip(w - move, -largest, largest) for w, move in zip(*lines, strict=True)]
                 for lines in zip(values, moves, strict=True)]
-    return [[remembered(value, move, n % 256 < follow, n // 256 % 2, memory_bits, largest)
+    return [[remembered(value, move, n % 256 < follow, memory_bits, largest)
              for value, move, n in zip(*lines, strict=True)] for lines in zip(values, moves, noise, strict=True)]
 
 
@@ -174,13 +174,12 @@ def heard(move: float, unheard: float) -> float:
     return sign(move) * max(abs(move) - unheard, 0.0)
 
 
-def remembered(value: int, move: int, follows: bool, ties_down: int, memory_bits: int, largest: int) -> int:
+def remembered(value: int, move: int, follows: bool, memory_bits: int, largest: int) -> int:
     """A stored value after a move: read level and z out of it, move z, let the level follow or not, write both back."""
     one = Fraction(2 ** (memory_bits - 1))  # a level, in the units of z
     level = (Fraction(value, 2**memory_bits) + Fraction(1, 2)).__floor__()
     z = level * one + (value - level * 2**memory_bits) - move
     z = clip(clip(z, -largest * one, largest * one), (level - 1) * one, (level + 1) * one - 1)
     if follows:
-        nearest = z / one + Fraction(1, 2)
-        level = int(nearest) - ties_down if nearest.denominator == 1 else nearest.__floor__()
+        level = round(z / one)  # a tie goes to the even one
     return int(level * 2**memory_bits + z - level * one)

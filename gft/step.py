@@ -259,8 +259,10 @@ def rounding(values: Tensor,  # (rows, in) int8
     if isinstance(factors.cap, Tensor):  # a lr on the device was not looked at; at 0 nothing follows
         follow = follow * (factors.cap > 0)  # type: ignore[assignment]
     follows = (noise & (FOLLOW_ALL - 1)) < follow
-    half_way = (1 << half >> 1) - (noise >> 8 & 1)  # a tie goes up or down by a bit: always up would lift the mean weight
-    new = torch.where(follows, (z + half_way) >> half, level)
+    # A tie goes to the even level: always up would lift the mean weight, and by chance it would flicker for ever.
+    nearest = z + (1 << half >> 1)
+    nearest = (nearest - (nearest >> half & 1)) >> half
+    new = torch.where(follows, nearest, level)
     return ((new << half) + z).to(torch.int8)
 
 

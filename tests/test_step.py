@@ -329,7 +329,7 @@ def test_inertia_makes_the_mean_weight_follow_as_momentum_would():
     """Many weights with the same votes: the mean of their levels is lr · momentum's path."""
     inertia, lr, steps, many = 0.8, 0.05, 60, 20_000
     kept = Grid(4, 1, many, memory=True)
-    values = kept.store_nearest(torch.rand(1, many) - 0.5)  # evenly over a level, so that rounding averages out
+    values = kept.store_nearest(2 * torch.rand(1, many) - 1)  # evenly over two levels, so that rounding averages out
     wanted, velocity, start = 0.0, 0.0, float(kept.value_levels(values).double().mean())
     for number in range(steps):
         direction = 1 if number < 35 else -1
@@ -342,6 +342,21 @@ def test_inertia_makes_the_mean_weight_follow_as_momentum_would():
         got = float(kept.value_levels(values).double().mean()) - start
         assert got == pytest.approx(wanted, abs=0.05)
     assert wanted < -0.3
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6], ids="{}bit".format)
+def test_what_is_not_voted_on_comes_to_rest(bits):
+    """Half-way between two levels, too: else levels would flicker after lr has come to next to nothing."""
+    kept = Grid(bits, 40, 50, memory=True)
+    values, votes = random_values((40, 50), kept.limit), torch.zeros(40, 50, dtype=torch.int32)
+    votes[0, 0] = 1
+    factors = step.rounding_factors(votes, 1e-6, kept.resolution)[0]
+    at_rest = step.rounding(values, votes, noise_of((40, 50)), factors, kept.limit, kept.memory_bits, follow=256)
+    assert not torch.equal(at_rest, values)
+    for seed in range(3):
+        noise = noise_of((40, 50), seed=seed)
+        assert torch.equal(step.rounding(at_rest, votes, noise, factors, kept.limit, kept.memory_bits, 256)[1:, 1:],
+                           at_rest[1:, 1:])
 
 
 def test_follow_of_is_never_none():

@@ -411,7 +411,7 @@ static int move_with_inertia(int8_t *new, const int8_t *old, const int16_t *move
         int16_t level = (int16_t)((int16_t)(old[i] + half) >> bits), centre = (int16_t)(level * half);
         int16_t z = clip((int16_t)(old[i] - centre - move[i]), (int16_t)-reach, reach);
         z = clip(z, (int16_t)(centre - half), (int16_t)(centre + half - 1));
-        int16_t nearest = (int16_t)((int16_t)(z + middle - ((noise[i] >> 8) & 1)) >> shift);
+        int16_t above = (int16_t)(z + middle), nearest = (int16_t)((int16_t)(above - ((above >> shift) & 1)) >> shift);
         int16_t now = (int16_t)(noise[i] & 255) < follow ? nearest : level;
         changed += now != level;
         new[i] = (int8_t)(now * half + z);

@@ -129,7 +129,8 @@ def _moved(old, vote, noise, row_factor, column_factor, cap, unheard, follow, le
     centre = (old & -UNIT) >> 1
     z = centre + tl.minimum(tl.maximum((old & UNIT - 1) - move, 0), UNIT - 1)
     z = tl.minimum(tl.maximum(z, (LOWEST + HALF) // 2), (HIGHEST + HALF) // 2)
-    nearest = (z - HALF + HALF // 2 - (noise >> 8 & 1)) & -HALF
+    nearest = z - HALF + HALF // 2
+    nearest = (nearest - (nearest >> (MEMORY_BITS - 1) & 1)) & -HALF
     return tl.where((noise & 255) < follow, nearest, centre) + z
 
 
