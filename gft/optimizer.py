@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.optim import Optimizer
 
 from gft import kernels
@@ -63,6 +63,10 @@ class GFT(Optimizer):
         defaults = {"lr": lr, "rule": rule, "vote": vote, "sample": sample, "mask": mask, "inertia": inertia,
                     "quorum": quorum, "p_min": p_min, "seed": seed, "in_backward": in_backward, "step": 0}
         super().__init__(params, defaults)
+        ranks = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+        if ranks > 1:
+            warnings.warn(f"votes are not summed over processes yet: the {ranks} ranks of a data-parallel run would move "
+                          "their weights apart; train in one process", stacklevel=2)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         settings = {**self.defaults, **param_group, "step": 0}

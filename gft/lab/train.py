@@ -42,7 +42,7 @@ class Progress:
 
 
 def precision(recipe: Recipe, on: torch.device) -> AbstractContextManager[Any]:
-    """bf16 products where the recipe wants them, on GPUs only: a CPU is slower with them."""
+    """bf16 products where the recipe wants them, on GPUs only: most CPUs are slower with them."""
     if recipe.precision == "bf16" and on.type == "cuda":
         return torch.autocast("cuda", torch.bfloat16)
     return nullcontext()
