@@ -35,6 +35,12 @@ def on_the_host(optimizer: Optimizer) -> Optimizer | None:
                  and not all(group.get("capturable", False) for group in part.param_groups)), None)
 
 
+def waits_for_others(optimizer: Optimizer) -> bool:
+    """Does a step take in the votes of other processes? Its host must then look at their counts, which no graph can."""
+    parts = optimizer.optimizers if isinstance(optimizer, Hybrid) else (optimizer,)
+    return any(isinstance(part, GFT) and part.ranks.world > 1 for part in parts)
+
+
 class Captured:
     """`step` recorded after its first three calls, then replayed.
 
@@ -54,6 +60,9 @@ class Captured:
         if self._on_gpu and (part := on_the_host(optimizer)) is not None:
             raise ValueError(f"{type(part).__name__} counts its steps on the host, where a CUDA graph cannot reach them; "
                              "make it with capturable=True, or take the steps without gft.Captured")
+        if self._on_gpu and waits_for_others(optimizer):
+            raise ValueError("a step of several processes cannot be replayed, since the host looks at what each counted; "
+                             "take the steps without gft.Captured")
         self._step, self._optimizer = step, optimizer
         self._calls, self._graph = 0, None
         # A graph is recorded, and its kernels are made ready, off the default stream.

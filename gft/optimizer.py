@@ -2,23 +2,28 @@
 
 GFT hands each weight a ballot (vote.py); backward fills it with votes; `step` lets a rule (step.py) turn the votes into
 moves. There is no other state than running scales: one float a feature for x and delta, and with memory one for their votes.
+On several ranks `step` first makes all of it the same on each (distributed.py).
 """
 
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 from torch.optim import Optimizer
 
 from gft import kernels
 from gft import step as rules
+from gft.distributed import ALONE, Ranks, check_alike, fingerprint, ranks_of, unite
 from gft.grid import Grid, field_bits, largest_level
 from gft.philox import noise16
 from gft.vote import CODES, MASKS, SAMPLES, Ballot, renew
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 RULES = ("rounding", "topk")
 
@@ -54,23 +59,27 @@ class GFT(Optimizer):
         moves each step and training never settles.
     seed: of all random numbers; equal seeds, votes and steps give equal weights on every device.
     in_backward: True moves each layer's weights as soon as its votes exist, inside backward, and keeps no votes;
-        `step` then only counts. Each micro-batch moves the weights by itself.
+        `step` then only counts. Each micro-batch moves the weights by itself. For a single process only.
+    process_group: the processes whose votes are summed before weights move. None: torch's default group if there is one,
+        else this process alone; False: alone in any case. All ranks then take the same steps, to the same bits, and must
+        take equally many. It is kept in no state_dict: what n ranks have saved m can load. In the first step each rank
+        still rounds x and delta on the scale of its own first batch; from then on they share one.
     """
+
+    _process_group: "ProcessGroup | bool | None" = None
+    ranks: Ranks = ALONE
 
     def __init__(self, params: Iterable[Any], lr: float = 0.1, rule: str = "rounding", vote: str = "int8", *,
                  sample: str = "token", mask: str = "none", inertia: float = 0.9, quorum: float = 1.6, p_min: float = 0.001,
-                 seed: int = 0, in_backward: bool = False) -> None:
+                 seed: int = 0, in_backward: bool = False, process_group: "ProcessGroup | bool | None" = None) -> None:
+        self._process_group, self.ranks = process_group, ranks_of(process_group)
         defaults = {"lr": lr, "rule": rule, "vote": vote, "sample": sample, "mask": mask, "inertia": inertia,
                     "quorum": quorum, "p_min": p_min, "seed": seed, "in_backward": in_backward, "step": 0}
         super().__init__(params, defaults)
-        ranks = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
-        if ranks > 1:
-            warnings.warn(f"votes are not summed over processes yet: the {ranks} ranks of a data-parallel run would move "
-                          "their weights apart; train in one process", stacklevel=2)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         settings = {**self.defaults, **param_group, "step": 0}
-        check_settings(settings)
+        check_settings(settings, self.ranks)
         params = param_group["params"]
         params = [params] if isinstance(params, Tensor) else list(params)
         for one in params:
@@ -86,6 +95,7 @@ class GFT(Optimizer):
     def _attach(self, group: dict[str, Any]) -> None:
         """Hand a ballot to each weight of a group, with what state there is."""
         self._reported = self._unreported = 0
+        self._compared = False  # with the other ranks
         if not all(isinstance(getattr(weight, "grid", None), Grid) for weight in group["params"]):
             raise ValueError("a deep copy of weights does not say how they are stored; build a new optimizer from "
                              "gft.quantized(model) and give it this one's state_dict")
@@ -95,11 +105,17 @@ class GFT(Optimizer):
             state.setdefault("layer", len(self.state) - 1)
             weight.ballot = Ballot(
                 **{key: group[key] for key in ("vote", "sample", "mask", "seed", "step")}, layer=state["layer"],
+                rank=self.ranks.rank, world=self.ranks.world,
                 **{which: state.get(which) for which in RUNNING},
                 on_votes=self._move_in_backward if group["in_backward"] else None)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle. A group cannot be pickled: whoever reads this goes on in the default one, or alone if it was alone."""
+        return {**super().__getstate__(), "_process_group": False if self._process_group is False else None}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # also the last act of load_state_dict
+        self.ranks = ranks_of(self._process_group)
         self.check()
         for group in self.param_groups:
             self._attach(group)
@@ -107,7 +123,7 @@ class GFT(Optimizer):
     def check(self) -> None:
         """Raise if a group's settings, which a scheduler or a user may have changed, make no sense."""
         for group in self.param_groups:
-            check_settings(group)
+            check_settings(group, self.ranks)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the votes cast since the last step."""
@@ -122,6 +138,7 @@ class GFT(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.check()
+        self._unite()
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.ballot.votes is not None and not group["in_backward"]:
@@ -134,6 +151,20 @@ class GFT(Optimizer):
             _advance(group)
         self._report_not_finite()
         return loss
+
+    def _unite(self) -> None:
+        """Take the votes of the other ranks in, if there are any."""
+        if ranks_of(self._process_group) != self.ranks:
+            raise ValueError("torch.distributed was initialised or ended after this optimizer was made; make gft.GFT after "
+                             "init_process_group, or pass process_group=False to train alone")
+        if self.ranks.world == 1:
+            return
+        weights = self._all_weights()
+        if not self._compared:
+            settings = [{key: group[key] for key in self.defaults if key in group} for group in self.param_groups]
+            check_alike(self.ranks, fingerprint(weights, settings), weights[0].device)
+            self._compared = True
+        unite(weights, [self.state[weight] for weight in weights], self.ranks)
 
     def _report_not_finite(self) -> None:
         """Warn when more errors were NaN or inf than at the last look. On a GPU a look waits for it, so it is rare; while a
@@ -152,7 +183,7 @@ class GFT(Optimizer):
     @torch.no_grad()
     def _move_in_backward(self, weight: Tensor) -> None:
         group = next(group for group in self.param_groups if any(weight is other for other in group["params"]))
-        check_settings(group)
+        check_settings(group, self.ranks)
         self._move(weight, group, call=weight.ballot.batches - 1)  # type: ignore[attr-defined]
         weight.ballot.votes = None  # type: ignore[attr-defined]
 
@@ -187,7 +218,7 @@ class GFT(Optimizer):
         return int(sum(int(self.state[weight].get("flips", 0)) for weight in self._all_weights()))
 
     def not_finite(self) -> int:
-        """How many errors (values of delta) were NaN or inf and cast no vote since this optimizer was made."""
+        """How many errors (values of delta) were NaN or inf and cast no vote since this optimizer was made, on this rank."""
         counts = (weight.ballot.not_finite for weight in self._all_weights())
         return sum(int(count) for count in counts if count is not None)
 
@@ -209,7 +240,7 @@ def _advance(group: dict[str, Any]) -> None:
     group["step"] = next(iter(clocks.values()), group["step"])
 
 
-def check_settings(group: Mapping[str, Any]) -> None:
+def check_settings(group: Mapping[str, Any], ranks: Ranks = ALONE) -> None:
     """Raise a one-sentence ValueError for a setting no rule can work with. Called before any weight moves."""
     for key, choices in (("rule", RULES), ("vote", tuple(CODES)), ("sample", SAMPLES), ("mask", MASKS)):
         if group[key] not in choices:
@@ -226,6 +257,9 @@ def check_settings(group: Mapping[str, Any]) -> None:
         raise ValueError(f"p_min={group['p_min']}: a chance lies between 0 and 1")
     if not (isinstance(group["seed"], int) and 0 <= group["seed"] < 2**64):
         raise ValueError(f"seed={group['seed']!r}: give an integer from 0 to 2^64 - 1")
+    if group["in_backward"] and ranks.world > 1:
+        raise ValueError("in_backward=True moves a layer before the votes of other ranks are there; leave it out, or pass "
+                         "process_group=False to train alone")
 
 
 def _on_gpu(number: Any) -> bool:

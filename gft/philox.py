@@ -57,7 +57,7 @@ def noise16(count: int,  # how many numbers
             seed: int,
             step: int | Tensor,  # a number, or one on the device (int64)
             stream: int,  # which layer, and what for
-            call: int = 0,  # which micro-batch
+            call: int = 0,  # which micro-batch, and of which rank
             offset: int = 0,  # element the first number belongs to
             device: torch.device | str = "cpu") -> Tensor:  # (count,) int32 in 0..65535
     """The 16-bit numbers of elements offset .. offset+count-1."""

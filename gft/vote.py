@@ -55,6 +55,7 @@ MASKS = ("none", "literal")
 LARGEST_SQUARED = 1e15  # beyond it a value counts as this much in the rms: its square must fit float32
 RMS_DECAY = 0.9  # of the running mean square, a step
 SEQUENCES_SCRATCH = 1 << 26  # votes of single sequences held at once
+INT32_CEILING = 2**31  # votes that may reach it are counted in int64
 SMALLEST_RMS = 1e-30  # of a feature that was always 0: its first value other than 0 counts in full
 
 
@@ -157,7 +158,7 @@ def tally(x: Tensor,  # (n, in) int8
     at_once = (2**31 - 1 if in_int32 else 2**24) // largest**2
     if on_cuda:
         at_once = at_once // 8 * 8
-    dtype = torch.int64 if tokens * largest**2 >= 2**31 else torch.int32
+    dtype = torch.int64 if tokens * largest**2 >= INT32_CEILING else torch.int32
     votes: Tensor | None = None
     for start in range(0, tokens, at_once):
         some_x, some_delta = x[start : start + at_once], delta[start : start + at_once]
@@ -198,6 +199,8 @@ class Ballot:
     seed: int
     layer: int  # which of the optimizer's weights this is
     step: int | Tensor = 0
+    rank: int = 0  # of this process among
+    world: int = 1  # those whose votes are summed (distributed.py)
     x_rms: Tensor | None = None  # (in,) running; None until the first batch
     delta_rms: Tensor | None = None  # (out,)
     votes: Tensor | None = None  # (out, in) int32 or int64
@@ -221,14 +224,19 @@ class Ballot:
 
     @property
     def call(self) -> int:
-        """Tells the noise of micro-batches apart. Counted in backward, since checkpointing runs forward twice and an
-        evaluation with grad enabled never comes back."""
-        return self.batches
+        """Tells the noise of micro-batches and ranks apart. Counted in backward, since checkpointing runs forward twice
+        and an evaluation with grad enabled never comes back."""
+        return self.batches * self.world + self.rank
 
     @property
     def ceiling(self) -> int:
         """No |vote| can be larger."""
         return self.voices if self.vote == "sign" else self.tokens * self.code.largest**2
+
+    @property
+    def wide(self) -> bool:
+        """Could a sum on the way to a vote overflow int32?"""
+        return self.tokens * self.code.largest**2 >= INT32_CEILING
 
     def speaks_per_sequence(self, sequence: int) -> bool:
         """One voice a sequence, sign(sum over its tokens), instead of one a token."""
@@ -259,18 +267,17 @@ class Ballot:
         self.batches += 1
         self.tokens += delta.shape[0]
         self.voices += delta.shape[0] // (sequence if self.speaks_per_sequence(sequence) else 1)
-        wide = self.tokens * self.code.largest**2 >= 2**31
-        if self.votes is not None and wide:
+        if self.votes is not None and self.wide:
             self.votes = self.votes.to(torch.int64)
         for rows, x_piece, delta_piece in pieces(q):
             votes, sizes = self._count(x_piece, delta_piece, sequence)
             if sizes is not None and levels is not None:
                 votes = apply_literal_mask(votes, sizes, levels[rows])
             if self.votes is None and votes.shape == shape:
-                self.votes = votes.to(torch.int64) if wide else votes
+                self.votes = votes.to(torch.int64) if self.wide else votes
                 continue
             if self.votes is None:
-                self.votes = torch.zeros(shape, dtype=torch.int64 if wide else torch.int32, device=votes.device)
+                self.votes = torch.zeros(shape, dtype=torch.int64 if self.wide else torch.int32, device=votes.device)
             self.votes[rows] += votes
 
     def _count(self, x: Tensor, delta: Tensor, sequence: int) -> tuple[Tensor, Tensor | None]:
@@ -298,6 +305,11 @@ class Ballot:
             if getattr(self, which) is None:
                 setattr(self, which, square.sqrt())
             self.squares[which] = self.squares[which] + square if which in self.squares else square
+
+    def set_scale(self, which: str, rms: Tensor | None) -> None:
+        """Start a running rms anew."""
+        setattr(self, which, rms)
+        self.factors = {key: factors for key, factors in self.factors.items() if key[0] != which}
 
     def discard(self) -> None:
         """Forget the votes cast since the last step."""

@@ -18,7 +18,7 @@ FLOORS = [
     {"philox", "kernels"},
     {"grid"},
     {"vote", "step", "reference"},
-    {"product"},
+    {"product", "distributed"},
     {"layers"},
     {"convert", "optimizer"},
     {"statistics", "checkpoint", "capture", "energy"},

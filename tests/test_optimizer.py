@@ -4,7 +4,6 @@ import copy
 import io
 import math
 import pickle
-import warnings
 from itertools import pairwise, product
 
 import pytest
@@ -463,19 +462,6 @@ def test_hybrid_refuses_the_state_of_other_optimizers(tiny_net, refuses):
 def test_gft_refuses_settings_no_rule_can_work_with(settings, match, tiny_net, refuses):
     with refuses(ValueError, match):
         gft.GFT(gft.quantized(tiny_net()), **settings)
-
-
-def test_gft_warns_where_ranks_would_drift_apart(tiny_net, tmp_path, monkeypatch):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            gft.GFT(gft.quantized(tiny_net()))  # a group of one is no matter
-        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
-        with pytest.warns(UserWarning, match="the 4 ranks of a data-parallel run would move their weights apart"):
-            gft.GFT(gft.quantized(tiny_net()))
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def test_gft_refuses_what_is_not_a_quantized_weight(tiny_net, refuses):

@@ -1,0 +1,198 @@
+"""Votes of many processes as those of one: data-parallel training.
+
+Each rank casts votes on its part of the batch. Before any weight moves, four things are made the same on all ranks:
+
+    counts     tokens and voices, summed: all that a rule derives from them follows the whole batch    one small all_reduce
+    votes      summed as integers, so the order of ranks does not matter                 an all_reduce per bucket of layers
+    squares    the mean squares behind the running scales: the mean over the ranks that spoke             one all_reduce
+    at first   weights and settings, which are only compared                                    one all_reduce of two numbers
+
+Then every rank takes the same step by itself: same votes, same scales, same random numbers, same weights, bit for bit. With
+`sign` votes, a voice a token, that step is the one a single process takes with the whole batch. Other votes are rounded by
+noise of each rank's own (`Ballot.call`). A layer that a rank has not used gets zeros from it; one that no rank has used
+stays as it is.
+
+Collectives come in an order that follows from the counts, so no rank waits in vain for one that has less to say. Every rank
+must take the same number of steps.
+"""
+
+import zlib
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gft.vote import Ballot
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+# Small layers are summed together, up to so many bytes; a layer as large goes by itself, in place: that bounds the scratch.
+BUCKET = 25 << 20
+SCALES = ("x_rms", "delta_rms")
+
+
+class Ranks(NamedTuple):
+    """The processes that train together, and this one's place among them."""
+
+    rank: int = 0
+    world: int = 1
+    group: "ProcessGroup | None" = None  # None: torch's default, or none at all
+
+
+ALONE = Ranks()
+
+
+def ranks_of(process_group: "ProcessGroup | bool | None") -> Ranks:
+    """None: torch's default group if there is one, else this process alone. False: alone in any case."""
+    if process_group is False or (process_group is None and not (dist.is_available() and dist.is_initialized())):
+        return ALONE
+    if process_group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("this process is not in the process_group it was given; make gft.GFT only in processes that are, "
+                         "or pass process_group=False to train alone")
+    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+        raise TypeError(f"process_group={process_group!r}: give a ProcessGroup, None for torch's default, or False to train "
+                        "alone")
+    rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
+    return Ranks(rank, world, process_group) if world > 1 else ALONE
+
+
+# ---------------------------------------------------------------------------------------------------- sums over ranks
+
+
+def buckets(sizes: Sequence[int], most: int) -> list[list[int]]:
+    """Which of some tensors are summed together: indices, at most `most` bytes a bucket. What is as large stands alone."""
+    full: list[list[int]] = []
+    filling: list[int] = []
+    room = most
+    for index, size in enumerate(sizes):
+        if size >= most:
+            full.append([index])
+            continue
+        if size > room:
+            full.append(filling)
+            filling, room = [], most
+        filling.append(index)
+        room -= size
+    return [*full, filling] if filling else full
+
+
+def sum_over(ranks: Ranks, tensors: Iterable[Tensor]) -> None:
+    """Sum contiguous tensors over ranks, in place. All ranks bring the same shapes and types in the same order."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for alike in kinds.values():
+        for bucket in buckets([tensor.nbytes for tensor in alike], BUCKET):
+            some = [alike[index] for index in bucket]
+            if len(some) == 1:
+                dist.all_reduce(some[0], group=ranks.group)
+                continue
+            flat = torch.cat([tensor.view(-1) for tensor in some])
+            dist.all_reduce(flat, group=ranks.group)
+            parts = flat.split([tensor.numel() for tensor in some])
+            torch._foreach_copy_([tensor.view(-1) for tensor in some], list(parts))
+
+
+# ---------------------------------------------------------------------------------------------------- before the first step
+
+
+def fingerprint(weights: Iterable[Any], settings: Iterable[Mapping[str, Any]]) -> int:
+    """A number that differs where weights, their scales or a group's settings do."""
+    told: list[Any] = [sorted((key, float(value) if isinstance(value, Tensor) else value) for key, value in group.items())
+                       for group in settings]
+    for weight in weights:
+        columns = weight.detach().sum(0, dtype=torch.int64).cpu().numpy().tobytes()
+        told.append((tuple(weight.shape), str(weight.dtype), weight.grid.bits, weight.read_scale(), zlib.crc32(columns)))
+    return zlib.crc32(repr(told).encode())
+
+
+def check_alike(ranks: Ranks, number: int, device: torch.device) -> None:
+    """Raise on every rank if one has another fingerprint: they would drift apart from the first step on."""
+    bounds = torch.tensor([number, -number], device=device)
+    dist.all_reduce(bounds, dist.ReduceOp.MAX, group=ranks.group)
+    if bounds.sum().item() != 0:
+        raise ValueError("the ranks start from different integer weights or settings; wrap the model in "
+                         "DistributedDataParallel or build it from one seed, give gft.GFT the same settings everywhere, and "
+                         "load a checkpoint on every rank")
+
+
+# ---------------------------------------------------------------------------------------------------- before every step
+
+
+class Counts(NamedTuple):
+    """What one ballot has heard since the last step; summed over ranks, what all of them have. `features` is how a rank
+    that has never used a layer learns the length of its scales."""
+
+    tokens: int
+    voices: int
+    speakers: int  # ranks with votes
+    x_speakers: int  # ranks with mean squares
+    x_features: int  # their lengths added up
+    delta_speakers: int
+    delta_features: int
+
+    def speakers_of(self, which: str) -> int:
+        return self.x_speakers if which == "x_rms" else self.delta_speakers
+
+    def features_of(self, which: str) -> int:
+        """The length of one rank's mean squares."""
+        return (self.x_features if which == "x_rms" else self.delta_features) // self.speakers_of(which)
+
+
+def counts_of(ballot: Ballot) -> Counts:
+    """Of this rank alone."""
+    lengths = [len(ballot.squares[which]) if which in ballot.squares else 0 for which in SCALES]
+    x, delta = ((int(which in ballot.squares), length) for which, length in zip(SCALES, lengths, strict=True))
+    return Counts(ballot.tokens, ballot.voices, int(ballot.votes is not None), *x, *delta)
+
+
+def unite(weights: Sequence[Any],
+          settled: Sequence[Container[str]],  # which of each weight's running scales are the same on all ranks already
+          ranks: Ranks) -> None:
+    """Make the ballots of all weights the same on all ranks. On a GPU the host waits for the counts: they decide which
+    layers have votes anywhere, and of which type."""
+    own = torch.tensor([counts_of(weight.ballot) for weight in weights], dtype=torch.int64, device=weights[0].device)
+    sum_over(ranks, [own])
+    counts = [Counts(*row) for row in own.tolist()]
+    _sum_votes(weights, counts, ranks)
+    _average_squares(weights, settled, counts, ranks)
+
+
+def _sum_votes(weights: Sequence[Any], counts: Sequence[Counts], ranks: Ranks) -> None:
+    speaking = []
+    for weight, all_ranks in zip(weights, counts, strict=True):
+        ballot: Ballot = weight.ballot
+        ballot.tokens, ballot.voices = all_ranks.tokens, all_ranks.voices
+        if all_ranks.speakers:
+            dtype = torch.int64 if ballot.wide else torch.int32
+            if ballot.votes is None:
+                ballot.votes = torch.zeros(weight.grid.rows, weight.grid.columns, dtype=dtype, device=weight.device)
+            ballot.votes = ballot.votes.to(dtype).contiguous()
+            speaking.append(ballot.votes)
+    sum_over(ranks, speaking)
+
+
+def _average_squares(weights: Sequence[Any], settled: Sequence[Container[str]], counts: Sequence[Counts],
+                     ranks: Ranks) -> None:
+    """The mean over the ranks that spoke, each counted alike, however many tokens it had. A scale that is not settled, as in
+    the first step, was this rank's own until now, and starts anew from that mean."""
+    speaking = []
+    for weight, known, all_ranks in zip(weights, settled, counts, strict=True):
+        ballot: Ballot = weight.ballot
+        for which in SCALES:
+            if all_ranks.speakers_of(which):
+                # A new tensor also of one batch: its own may be kept by a graph that is to be used again.
+                square = ballot.squares[which] / ballot.batches if which in ballot.squares else torch.zeros(
+                    all_ranks.features_of(which), device=weight.device)
+                speaking.append((ballot, which, square, all_ranks.speakers_of(which), which in known))
+            elif which not in known:
+                ballot.set_scale(which, None)  # of a batch that was discarded
+    sum_over(ranks, [square for _, _, square, _, _ in speaking])
+    for ballot, which, square, speakers, is_known in speaking:
+        ballot.squares[which], ballot.batches = square / speakers, 1
+        if not is_known:
+            ballot.set_scale(which, ballot.squares[which].sqrt())
