@@ -115,7 +115,8 @@ def markdown(title: str, rows: Sequence[Row]) -> str:
     lines = [f"# {title}", "", "| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     lines += ["| " + " | ".join(cell(row) for cell in columns.values()) + " |" for row in rows]
     seeds = sorted({seed for row in rows for seed in row["seeds"]})  # a row with n of them has the first n
-    where = {key: ", ".join(dict.fromkeys(row[key] for row in rows)) for key in ("commit", "device", "torch", "command")}
+    where = {key: ", ".join(dict.fromkeys(row[key] for row in rows)) for key in ("device", "torch", "command")}
+    where["commit"] = ", ".join(dict.fromkeys(commit for row in rows for commit in row["commit"].split(", ")))
     gap = "; gap: ours minus the paper's" if "gap" in columns else ""
     note = NOTES.get(rows[0]["table"])
     lines += ["", f"{METRICS[rows[0]['metric']]}, mean ± standard deviation over n seeds ({', '.join(map(str, seeds))})"
