@@ -27,18 +27,20 @@ Step = Callable[[Tensor, Tensor], Tensor]  # (x, y) -> loss; takes one optimizer
 WARM_UP = 3  # steps taken one by one first: they choose algorithms and make the state that later ones renew
 
 
+def _parts(optimizer: Optimizer) -> tuple[Optimizer, ...]:
+    return optimizer.optimizers if isinstance(optimizer, Hybrid) else (optimizer,)
+
+
 def on_the_host(optimizer: Optimizer) -> Optimizer | None:
     """The part of an optimizer that keeps some of its state on the host, where a graph cannot reach it, if there is one. GFT
     keeps none there, torch's optimizers none if they were made with capturable=True."""
-    parts = optimizer.optimizers if isinstance(optimizer, Hybrid) else (optimizer,)
-    return next((part for part in parts if not isinstance(part, GFT)
+    return next((part for part in _parts(optimizer) if not isinstance(part, GFT)
                  and not all(group.get("capturable", False) for group in part.param_groups)), None)
 
 
 def waits_for_others(optimizer: Optimizer) -> bool:
     """Does a step take in the votes of other processes? Its host must then look at their counts, which no graph can."""
-    parts = optimizer.optimizers if isinstance(optimizer, Hybrid) else (optimizer,)
-    return any(isinstance(part, GFT) and part.ranks.world > 1 for part in parts)
+    return any(isinstance(part, GFT) and part.ranks.world > 1 for part in _parts(optimizer))
 
 
 class Captured:

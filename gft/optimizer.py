@@ -196,7 +196,8 @@ class GFT(Optimizer):
         moved = [weight for weight in group["params"] if weight.ballot.flips is not None]
         for weight in moved:
             for name in ("flips", "last_flips"):
-                self.state[weight].setdefault(name, torch.zeros_like(weight.ballot.flips))
+                if name not in self.state[weight]:  # not setdefault, which would launch a fill each time
+                    self.state[weight][name] = torch.zeros_like(weight.ballot.flips)
         if moved:
             fresh = [weight.ballot.flips for weight in moved]
             torch._foreach_add_([self.state[weight]["flips"] for weight in moved], fresh)

@@ -420,7 +420,7 @@ def test_a_group_that_comes_or_goes_later_is_told(monkeypatch, refuses):
         own.step()
 
 
-def test_process_group_is_neither_setting_nor_state(monkeypatch):
+def test_process_group_is_neither_setting_nor_state():
     own = gft.GFT(gft.quantized(integer_net()), process_group=False)
     assert "process_group" not in own.param_groups[0]
     assert "process_group" not in own.defaults

@@ -227,6 +227,7 @@ def test_reproduce_writes_a_table_and_resumes(tmp_path, monkeypatch):
         for folder in (tmp_path, elsewhere):
             assert tables.reproduce("mnist-dnn", folder, seeds=2, rows=["fp", "quantized-2bit"], settings=settings,
                                     device="cpu") == rows
+    assert report.markdown("", [{**rows[0], "commit": "a, b"}, {**rows[1], "commit": "b"}]).count(" · commit a, b · ") == 1
     # Other settings are other runs: the old line does not count as theirs.
     (row,) = tables.reproduce("mnist-dnn", elsewhere, seeds=1, rows=["fp"], settings=[*settings, "dense_lr=0.01"],
                               device="cpu")[:1]
