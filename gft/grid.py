@@ -130,6 +130,12 @@ class Grid:
         """The largest stored value: I levels."""
         return largest_level(self.bits) * self.unit
 
+    @property
+    def form(self) -> dict[str, int]:
+        """How the matrix is stored, in the words of the kernels."""
+        return {"packed_width": 0 if self.memory else field_bits(self.bits), "top_level": largest_level(self.bits),
+                "memory_bits": self.memory_bits}
+
     def store(self, levels: Tensor) -> Tensor:
         """(rows, columns) levels -> what the parameter holds, with nothing remembered."""
         return self.from_values((levels * self.unit).to(torch.int8))
@@ -161,8 +167,7 @@ class Grid:
         """The same as floats, for a product."""
         kernel = kernels.twin_of(stored)
         if kernel is not None and stored.is_cuda:
-            return kernel.float_levels(stored, self.columns, dtype, packed_width=0 if self.memory else field_bits(self.bits),
-                                       top_level=largest_level(self.bits), memory_bits=self.memory_bits)
+            return kernel.float_levels(stored, self.columns, dtype, **self.form)
         if kernel is not None and self.memory and dtype is torch.float32:
             return kernel.float_levels(stored, self.memory_bits)
         return self.levels(stored).to(dtype)

@@ -135,8 +135,7 @@ class _QuantLayer(nn.Module):
         decoder = kernels.decoder_of(x, self.grid.columns) if len(self.float_shape) == 2 else None
         if decoder is not None:  # a few rows: the weight is read once, as it is stored
             y = decoder.product(x.reshape(-1, self.grid.columns), self.weight.detach(), self.scale_number(),
-                                packed_width=0 if self.memory else grid.field_bits(self.bits),
-                                top_level=grid.largest_level(self.bits), memory_bits=self.grid.memory_bits)
+                                **self.grid.form)
             return y.view(*x.shape[:-1], self.grid.rows)
         levels = self.grid.float_levels(self.weight.detach(), dtype).view(self.float_shape)
         return self.product(x, levels, self.scale_number())

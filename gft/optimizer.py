@@ -7,7 +7,7 @@ On several ranks `step` first makes all of it the same on each (distributed.py).
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from gft import kernels
 from gft import step as rules
 from gft.distributed import ALONE, Ranks, check_alike, fingerprint, ranks_of, unite
-from gft.grid import Grid, field_bits, largest_level
+from gft.grid import Grid
 from gft.philox import noise16
 from gft.vote import CODES, MASKS, SAMPLES, Ballot, renew
 
@@ -140,9 +140,8 @@ class GFT(Optimizer):
         self.check()
         self._unite()
         for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.ballot.votes is not None and not group["in_backward"]:
-                    self._move(weight, group)
+            if not group["in_backward"]:
+                _move_some([weight for weight in group["params"] if weight.ballot.votes is not None], group)
             renew([weight.ballot for weight in group["params"]])
             for weight in group["params"]:
                 self.state[weight].update({which: getattr(weight.ballot, which) for which in RUNNING
@@ -184,25 +183,30 @@ class GFT(Optimizer):
     def _move_in_backward(self, weight: Tensor) -> None:
         group = next(group for group in self.param_groups if any(weight is other for other in group["params"]))
         check_settings(group, self.ranks)
-        self._move(weight, group, call=weight.ballot.batches - 1)  # type: ignore[attr-defined]
-        weight.ballot.votes = None  # type: ignore[attr-defined]
-
-    def _move(self, weight: Tensor, group: dict[str, Any], call: int = 0) -> None:
-        move(weight, weight.ballot, call, **{key: group[key] for key in ("lr", "rule", "p_min", "inertia", "quorum")})  # type: ignore[attr-defined]
+        ballot: Ballot = weight.ballot  # type: ignore[attr-defined]
+        _move_some([weight], group, call=ballot.batches - 1)
+        ballot.votes = None
+        if ballot.flips is not None:  # until the step; the scratch it may be a view of should not live as long
+            ballot.flips = ballot.flips.clone()
 
     def _count_flips(self, group: dict[str, Any]) -> None:
         """Take the step's flips over from the ballots. In place, as all state is renewed: a captured CUDA graph writes where
         it wrote when it was captured. All layers in one launch or two, where there are launches."""
-        moved = [weight for weight in group["params"] if weight.ballot.flips is not None]
-        for weight in moved:
-            for name in ("flips", "last_flips"):
-                if name not in self.state[weight]:  # not setdefault, which would launch a fill each time
-                    self.state[weight][name] = torch.zeros_like(weight.ballot.flips)
+        moved = []
+        for weight in group["params"]:
+            state, flips = self.state[weight], weight.ballot.flips
+            if flips is not None:
+                for name in ("flips", "last_flips"):
+                    if name not in state:  # not setdefault, which would launch a fill each time
+                        state[name] = torch.zeros_like(flips)
+                moved.append((flips, state["flips"], state["last_flips"]))
+            elif "last_flips" in state:
+                state["last_flips"].zero_()
+            weight.ballot.flips = None
         if moved:
-            fresh = [weight.ballot.flips for weight in moved]
-            torch._foreach_add_([self.state[weight]["flips"] for weight in moved], fresh)
-            torch._foreach_copy_([self.state[weight]["last_flips"] for weight in moved], fresh)
-            torch._foreach_zero_(fresh)
+            fresh, so_far, last = (list(each) for each in zip(*moved, strict=True))
+            torch._foreach_add_(so_far, fresh)
+            torch._foreach_copy_(last, fresh)
 
     def _all_weights(self) -> list[Any]:
         return [weight for group in self.param_groups for weight in group["params"]]
@@ -267,36 +271,68 @@ def _on_gpu(number: Any) -> bool:
     return isinstance(number, Tensor) and number.is_cuda
 
 
+def _move_some(weights: Sequence[Any], group: dict[str, Any], call: int = 0) -> None:
+    """One step of some weights of a group, by their votes."""
+    moves(weights, call, **{key: group[key] for key in ("lr", "rule", "p_min", "inertia", "quorum")})
+
+
+def moves(weights: Sequence[Any], call: int, *, lr: float | Tensor, rule: str, p_min: float, inertia: float,
+          quorum: float) -> None:
+    """`move` of weights that share seed and step: rule "rounding" on a GPU takes them together, all others one by one."""
+    together: dict[torch.device, list[Any]] = {}
+    may_join = rule == "rounding" and (_on_gpu(lr) or lr > 0)
+    for weight in weights:
+        if may_join and kernels.joint_of(weight) is not None:
+            together.setdefault(weight.device, []).append(weight)
+        else:
+            move(weight, weight.ballot, call, lr=lr, rule=rule, p_min=p_min, inertia=inertia, quorum=quorum)
+    for some in together.values():
+        _round_together(some, call, lr, rules.follow_of(inertia), quorum)
+
+
+def _round_together(weights: Sequence[Any], call: int, lr: float | Tensor, follow: int, quorum: float) -> None:
+    """A step by rounding of many weights on one device: those of a kind in three launches."""
+    kernel, clock, lr = kernels.joint_of(weights[0]), weights[0].ballot, _readable(lr, weights[0])
+    assert kernel is not None
+    layers = []
+    for weight in weights:
+        grid, ballot = weight.grid, weight.ballot
+        levels, unheard = _pace(weight, quorum)
+        layers.append(kernel.Layer(
+            stored=weight.detach(), votes=ballot.votes, running=ballot.votes_square,
+            worth=rules.worth_of(levels, grid.resolution, unheard), stream=ballot.stream(0, call)["stream"],
+            shift=rules.square_shift(ballot.ceiling, grid.rows, grid.columns), quiet=rules.quiet_of(unheard), **grid.form))
+    told = kernel.round_together(layers, lr, clip=rules.CLIP, most_halvings=rules.MOST_HALVINGS, follow=follow,
+                                 seed=clock.seed, step=clock.step, call=call)
+    for weight, (squares, flips) in zip(weights, told, strict=True):
+        _keep_squares(weight.grid, weight.ballot, squares)
+        weight.ballot.flips = flips if weight.ballot.flips is None else weight.ballot.flips + flips
+
+
 def move(weight: Tensor, ballot: Ballot, call: int, *, lr: float | Tensor, rule: str, p_min: float, inertia: float,
          quorum: float) -> None:
     """One step of one stored weight, in place, some rows at a time. How many levels changed is added to ballot.flips."""
     grid: Grid = weight.grid  # type: ignore[attr-defined]
-    votes = ballot.votes
+    votes, lr = ballot.votes, _readable(lr, weight)
     assert votes is not None
-    if ballot.flips is None or ballot.flips.device != weight.device:
+    if ballot.flips is None:
         ballot.flips = torch.zeros((), dtype=torch.int64, device=weight.device)
-    lr = lr if _on_gpu(lr) and weight.is_cuda else float(lr)
     bounds = factors = None
     if rule == "topk":
         # A look at the largest vote would make the host wait for a GPU; a bound on it costs a few passes more instead.
         bounds = rules.topk_bounds(votes, lr, ballot.ceiling if weight.is_cuda else None)
     elif isinstance(lr, Tensor) or lr > 0:
-        levels = rules.levels_a_step(weight.read_scale(), grid.bits, grid.columns)  # type: ignore[attr-defined]
-        heard = {} if grid.memory_bits else {"quorum": rules.quorum_of(quorum, grid.bits)}
-        levels = levels if grid.memory_bits else levels * rules.WITHOUT_MEMORY
-        factors, squares = rules.rounding_factors(votes, lr, grid.resolution, levels, ballot.ceiling,
-                                                  before=rules.Squares(ballot.votes_square, ballot.step), **heard)
-        if grid.memory_bits:  # without memory a step's votes are measured by themselves: docs/method.md says why
-            ballot.fresh_votes_square = squares
+        levels, unheard = _pace(weight, quorum)
+        factors, squares = rules.rounding_factors(votes, lr, grid.resolution, levels, ballot.ceiling, unheard,
+                                                  before=rules.Squares(ballot.votes_square, ballot.step))
+        _keep_squares(grid, ballot, squares)
     if bounds is None and factors is None:
         return
     stream, follow = ballot.stream(0, call), rules.follow_of(inertia)
     kernel = kernels.twin_of(weight)
     if kernel is not None:
         how = bounds._asdict() | {"p_min": rules.least_chance(p_min)} if bounds else factors._asdict()  # type: ignore[union-attr]
-        kernel.move(weight.detach(), votes, grid.columns, ballot.flips, top_level=largest_level(grid.bits),
-                    packed_width=0 if grid.memory else field_bits(grid.bits), memory_bits=grid.memory_bits, follow=follow,
-                    **how, **stream)
+        kernel.move(weight.detach(), votes, grid.columns, ballot.flips, follow=follow, **grid.form, **how, **stream)
         return
     rows_at_once = max(1, AT_ONCE.get(weight.device.type, AT_ONCE["cuda"]) // grid.columns)
     for start in range(0, grid.rows, rows_at_once):
@@ -311,6 +347,23 @@ def move(weight: Tensor, ballot: Ballot, call: int, *, lr: float | Tensor, rule:
             new = rules.rounding(old, votes[rows], noise, some, grid.limit, grid.memory_bits, follow)
         ballot.flips += (grid.value_levels(new) != grid.value_levels(old)).sum()
         weight[rows] = grid.from_values(new)
+
+
+def _readable(lr: float | Tensor, weight: Tensor) -> float | Tensor:
+    """As a tensor only where a GPU reads it itself."""
+    return lr if _on_gpu(lr) and weight.is_cuda else float(lr)
+
+
+def _pace(weight: Any, quorum: float) -> tuple[float, float]:
+    """The rms move of a weight at lr = 1, in levels, and how many rms its votes must exceed to be heard."""
+    grid: Grid = weight.grid
+    levels = rules.levels_a_step(weight.read_scale(), grid.bits, grid.columns)
+    return (levels, 0.0) if grid.memory_bits else (levels * rules.WITHOUT_MEMORY, rules.quorum_of(quorum, grid.bits))
+
+
+def _keep_squares(grid: Grid, ballot: Ballot, squares: Tensor) -> None:
+    if grid.memory_bits:  # without memory a step's votes are measured by themselves: docs/method.md says why
+        ballot.fresh_votes_square = squares
 
 
 class Hybrid(Optimizer):

@@ -191,6 +191,18 @@ def rms_heard(quorum: float) -> float:
     return math.sqrt(2 * ((1 + quorum**2) * beyond - quorum * density))
 
 
+def worth_of(levels: float, resolution: int, quorum: float) -> float:
+    """What lr is multiplied by: the rms move at lr = 1 in 1/65536 of a stored value, of what is heard. Both are float32, so
+    that a lr on the device gives the same bits."""
+    levels = levels / rms_heard(quorum) if quorum else levels
+    return torch.tensor(levels * resolution * ONE, dtype=torch.float32).item()
+
+
+def quiet_of(quorum: float) -> float:
+    """The quorum as a share of the largest move."""
+    return quorum / CLIP
+
+
 def rounding_factors(votes: Tensor,  # (out, in)
                      lr: float | Tensor,  # a number, or one on the device
                      resolution: int,  # of a level
@@ -199,9 +211,7 @@ def rounding_factors(votes: Tensor,  # (out, in)
                      quorum: float = 0.0,  # in rms
                      before: Squares = NO_SQUARES) -> tuple[Rounding, Tensor]:  # and the squares as renewed
     """1/sqrt of running row and column mean squares, as the two float factors of every move."""
-    levels = levels / rms_heard(quorum) if quorum else levels
-    # lr times this, both float32, so that a lr on the device gives the same bits.
-    worth = torch.tensor(levels * resolution * ONE, dtype=torch.float32).item()
+    worth = worth_of(levels, resolution, quorum)
     if ceiling is None:
         ceiling = int(votes.abs().max()) if votes.numel() else 0
     shift = square_shift(ceiling, *votes.shape)
@@ -211,7 +221,7 @@ def rounding_factors(votes: Tensor,  # (out, in)
                                                             **before._asdict())
     else:
         (row, column, cap, _), squares = _factors(votes, lr, worth, shift, before)
-    return Rounding(row, column, cap, quorum / CLIP), squares
+    return Rounding(row, column, cap, quiet_of(quorum)), squares
 
 
 def _factors(votes: Tensor, lr: float | Tensor, worth: float, shift: int,

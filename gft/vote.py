@@ -319,21 +319,20 @@ class Ballot:
 
 def renew(ballots: Sequence[Ballot]) -> None:
     """The step is done: renew the running rms of all ballots, in place, and start their next count."""
-    for which in ("x_rms", "delta_rms"):
-        speaking = [ballot for ballot in ballots if which in ballot.squares]
-        if speaking:
-            fresh = [ballot.squares[which] / ballot.batches if ballot.batches > 1 else ballot.squares[which]
-                     for ballot in speaking]
-            running = [getattr(ballot, which) for ballot in speaking]
-            # All layers in one launch or two, where there are launches.
-            mixed = torch._foreach_lerp(fresh, torch._foreach_mul(running, running), RMS_DECAY)  # type: ignore[arg-type]
-            torch._foreach_copy_(running, torch._foreach_sqrt(mixed))
-        kept = [(factors, getattr(ballot, which), CODES[vote].unit) for ballot in speaking
-                for (name, vote), factors in ballot.factors.items() if name == which]
-        if kept:  # fixed_point_factor
-            factors, running, units = (list(each) for each in zip(*kept, strict=True))
-            inverse = torch._foreach_reciprocal(torch._foreach_clamp_min(running, SMALLEST_RMS))
-            torch._foreach_copy_(factors, torch._foreach_mul(inverse, units))
+    # Of x and delta and of all layers in one launch or two, where there are launches.
+    speaking = [(ballot, which) for ballot in ballots for which in ballot.squares]
+    if speaking:
+        running = [getattr(ballot, which) for ballot, which in speaking]
+        fresh = [ballot.squares[which] / ballot.batches if ballot.batches > 1 else ballot.squares[which]
+                 for ballot, which in speaking]
+        mixed = torch._foreach_lerp(fresh, torch._foreach_mul(running, running), RMS_DECAY)  # type: ignore[arg-type]
+        torch._foreach_copy_(running, torch._foreach_sqrt(mixed))
+    kept = [(factors, getattr(ballot, which), CODES[vote].unit) for ballot, which in speaking
+            for (name, vote), factors in ballot.factors.items() if name == which]
+    if kept:  # fixed_point_factor
+        factors, running, units = (list(each) for each in zip(*kept, strict=True))
+        inverse = torch._foreach_reciprocal(torch._foreach_clamp_min(running, SMALLEST_RMS))
+        torch._foreach_copy_(factors, torch._foreach_mul(inverse, units))
     running, fresh = [], []
     for ballot in ballots:
         if ballot.fresh_votes_square is not None:

@@ -249,7 +249,7 @@ def measured(recipe):
 WEIGHTS = 48 * 48  # of one hidden layer, of two
 RMS = 3 * (48 + 48) * 4  # of x and delta: the running one, its inverse and the mean square of this step
 VOTES_SQUARE = (48 + 48 + 1) * 4  # with memory: running, of the votes by row, by column and of all
-COUNTS = 4 * 8  # flips: all, those of the last step, those since; errors that were not finite
+COUNTS = 3 * 8  # flips: all, those of the last step; errors that were not finite
 
 
 @pytest.mark.parametrize(("method", "bits", "settings", "layer"), [

@@ -2,6 +2,7 @@
 is one (then the definition runs on the CPU and the kernel on the GPU, so both claims are tested at once), C's on the CPU."""
 
 import os
+import random
 import subprocess
 import sys
 
@@ -218,6 +219,30 @@ def test_same_votes_give_same_weights_on_gpu_and_cpu(rule, memory):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("memory", [True, False], ids=["memory", "packed"])
+@pytest.mark.parametrize("shape", [(384, 48), (67, 130)], ids=["whole", "odd"])
+def test_many_layers_that_move_together_on_gpu_equal_the_cpu(shape, memory):
+    import gft
+
+    states = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        layers = [gft.QuantLinear(*shape, bits=2 + number % 2, memory=memory).to(device) for number in range(35)]
+        optimizer = gft.GFT([layer.weight for layer in layers], lr=0.4, seed=9)
+        for number in range(3):
+            for place, layer in enumerate(layers):
+                if place != number + 5:  # one of them hears nothing
+                    votes = random_votes(shape[::-1], torch.int32, seed=100 * number + place)
+                    layer.weight.ballot.votes, layer.weight.ballot.tokens = votes.to(device), 1
+            optimizer.step()
+        states.append([(layer.weight.cpu(), *(value.cpu() for value in optimizer.state[layer.weight].values()
+                                              if isinstance(value, torch.Tensor))) for layer in layers])
+    for one, other in zip(*states, strict=True):
+        for a, b in zip(one, other, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("in_backward", [False, True], ids=["step", "in_backward"])
 @pytest.mark.parametrize("memory", [True, False], ids=["memory", "packed"])
 def test_training_on_gpu_under_autocast_learns_and_stays_on_the_grid(in_backward, memory):
@@ -301,6 +326,112 @@ def test_numbers_on_the_device_give_the_same_bits(fused):
     assert one.any()
     assert torch.equal(one, moved(on_device(0.3), on_device(77)))
     assert not moved(on_device(0.0), 77).any()
+
+
+def a_layer(fused, draw, shape, bits, memory, running):
+    """A layer with votes, and what the definitions make of it: (fused.Layer, step -> stored, squares, flips)."""
+    grid, stream = Grid(bits, *shape, memory), draw.randrange(0, 99, 3)
+    stored = grid.from_values(torch.randint(-grid.limit, grid.limit + 1, shape).to(torch.int8))
+    votes = random_votes(shape, draw.choice([torch.int32, torch.int64]), seed=draw.randrange(99))
+    shift = step.square_shift(int(votes.abs().max()), *shape)
+    worth = step.worth_of(draw.choice([0.3, 1.7]), grid.resolution, 0.0 if grid.memory_bits else 0.6)
+    squares = step.rounding_factors(random_votes(shape, votes.dtype, seed=9), 1.0, 8)[1] if running else None
+
+    def defined(lr, number, follow, seed, call):
+        factors, renewed = step._factors(votes, lr, worth, shift, step.Squares(squares, number))
+        noise = philox.noise16(votes.numel(), seed=seed, step=number, stream=stream, call=call).view(shape)
+        factors, old = factors._replace(quiet=0.0 if grid.memory_bits else 0.15), grid.values(stored)
+        new = step.rounding(old, votes, noise, factors, grid.limit, grid.memory_bits, follow)
+        return grid.from_values(new), renewed, int((grid.value_levels(new) != grid.value_levels(old)).sum())
+
+    return fused.Layer(stored=stored.clone().to(DEVICE), votes=votes.to(DEVICE), worth=worth, stream=stream, shift=shift,
+                       running=None if squares is None else squares.to(DEVICE), quiet=0.0 if grid.memory_bits else 0.15,
+                       **grid.form), defined
+
+
+KINDS = [((3, 24), 2, True, True), ((3, 24), 2, True, False), ((3, 24), 4, False, False), ((5, 9), 3, True, True),
+         ((5, 9), 2, False, False), ((2, 72), 8, False, False), ((1, 1), 4, True, True)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("number", [0, 6], ids="step {}".format)
+def test_layers_that_move_together_equal_each_by_its_definition(fused, seed, number, monkeypatch):
+    monkeypatch.setattr(fused.alike, "MOST_LAYERS", 3)
+    draw = random.Random(seed)
+    kinds = draw.choices(KINDS[:3], k=5) + draw.choices(KINDS, k=draw.randrange(4))
+    layers, definitions = zip(*[a_layer(fused, draw, *kind) for kind in kinds], strict=True)
+    told = fused.round_together(layers, 0.4, clip=step.CLIP, most_halvings=step.MOST_HALVINGS, follow=90,
+                                seed=2**63 + 5, step=number, call=1)
+    flips = 0
+    for layer, (squares, flipped), defined in zip(layers, told, definitions, strict=True):
+        expected = defined(0.4, number, 90, 2**63 + 5, 1)
+        assert torch.equal(layer.stored.cpu(), expected[0])
+        assert torch.equal(squares.cpu(), expected[1])
+        assert int(flipped) == expected[2]
+        flips += expected[2]
+    assert flips > 0
+
+
+@pytest.mark.parametrize("lr", [0.0, 0.4])
+def test_layers_that_move_together_read_numbers_on_the_device(fused, lr):
+    """As a captured CUDA graph has them."""
+    layer, defined = a_layer(fused, random.Random(1), (3, 24), 2, True, True)
+    (told,) = fused.round_together([layer], torch.tensor(lr, device=DEVICE), clip=step.CLIP, follow=90, seed=7, call=0,
+                                   most_halvings=step.MOST_HALVINGS, step=torch.tensor(6, device=DEVICE))
+    expected = defined(torch.tensor(lr), 6, 90 if lr else 0, 7, 0)  # at a lr of 0 nothing follows
+    assert torch.equal(layer.stored.cpu(), expected[0])
+    assert torch.equal(told.squares.cpu(), expected[1])
+    assert int(told.flips) == expected[2]
+    assert (expected[2] > 0) == (lr > 0)
+
+
+class Counted:
+    """A kernel that counts its launches."""
+
+    def __init__(self, kernel):
+        self.kernel, self.launches = kernel, 0
+
+    def __getitem__(self, grid):
+        self.launches += 1
+        return self.kernel[grid]
+
+
+def test_a_step_launches_by_kinds_of_layers_and_not_by_layers(fused, monkeypatch):
+    counted, draw = [], random.Random(0)
+    for module, name in (("factors", "_squares_kernel"), ("factors", "_factors_kernel"), ("update", "_move_kernel")):
+        counted.append(Counted(getattr(getattr(fused, module), name)))
+        monkeypatch.setattr(getattr(fused, module), name, counted[-1])
+    monkeypatch.setattr(draw, "choice", lambda choices: choices[0])  # all votes int32
+    shapes = [(9, 3), (3, 3), (12, 3), (3, 12)] * 6
+    layers = [a_layer(fused, draw, shape, 2, True, True)[0] for shape in shapes]
+    fused.round_together(layers, 0.4, clip=step.CLIP, most_halvings=7, follow=90, seed=1, step=6, call=0)
+    assert [one.launches for one in counted] == [4, 4, 4]
+
+
+@pytest.mark.parametrize("most", [1, 2, 5])
+def test_shared_launches_hold_each_layer_once_and_no_two_kinds(fused, most, monkeypatch):
+    monkeypatch.setattr(fused.alike, "MOST_LAYERS", most)
+    kinds = random.Random(most).choices("abc", weights=[7, 2, 1], k=12)
+    shared = fused.alike.shared_launches(kinds)
+    assert sorted(number for numbers in shared for number in numbers) == list(range(12))
+    assert all(len({kinds[number] for number in numbers}) == 1 for numbers in shared)
+    assert len(shared) == sum(-(-kinds.count(kind) // most) for kind in set(kinds))
+    assert [fused.alike.padded(numbers)[: len(numbers)] for numbers in shared] == [tuple(numbers) for numbers in shared]
+    assert {len(fused.alike.padded([0] * count)) for count in range(1, 9)} == {1, 2, 4, 8}
+
+
+CUTS = [pytest.param((64, 128, 128, 4, 3, 9), id="tokens split"), pytest.param((128, 64, 64, 4, 3, 1), id="not split"),
+        pytest.param((64, 64, 32, 4, 2, 40), id="many programs")]
+
+
+@pytest.mark.parametrize("tokens", [1056, 1100], ids=["whole steps", "a rest"])
+@pytest.mark.parametrize("cut", CUTS)
+def test_votes_are_the_same_however_the_product_is_cut(fused, cut, tokens, monkeypatch):
+    monkeypatch.setattr(fused.votes, "cut_for", lambda rows, columns, tokens: fused.votes.Cut(*cut))
+    monkeypatch.setattr(fused.votes, "LEAST_TOKENS_A_SPLIT", 64)
+    generator = torch.Generator().manual_seed(2)
+    delta, x = (torch.randint(-127, 128, (tokens, n), dtype=torch.int8, generator=generator) for n in (70, 130))
+    assert torch.equal(fused.votes_product(delta.to(DEVICE), x.to(DEVICE)).cpu(), delta.int().T @ x.int())
 
 
 @pytest.fixture

@@ -401,6 +401,67 @@ def test_step_hooks_of_hybrid_are_called(tiny_net, batches):
     assert calls == ["before", "after"]
 
 
+# ---------------------------------------------------------------------------------------------------- layers together
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """A function after which weights move together, as on a GPU, by Triton's interpreter."""
+    if torch.cuda.is_available():
+        pytest.skip("kernels of a GPU take no tensors of the CPU")
+    fused = pytest.importorskip("gft.kernels.fused")
+    monkeypatch.setattr(fused.alike, "MOST_LAYERS", 2)
+    return lambda: monkeypatch.setattr(gft.kernels, "joint_of", lambda weight: fused if weight.numel() else None)
+
+
+def all_of(optimizer: gft.GFT) -> list[torch.Tensor]:
+    """Weights and state."""
+    return [tensor.clone() for weight in optimizer.param_groups[0]["params"]
+            for tensor in (weight, *optimizer.state[weight].values()) if isinstance(tensor, torch.Tensor)]
+
+
+@pytest.mark.parametrize("in_backward", [False, True], ids=["step", "in_backward"])
+@pytest.mark.parametrize("memory", [True, False], ids=["memory", "packed"])
+def test_training_moves_weights_together_as_it_does_each_by_itself(joined, in_backward, memory, tiny_net, batches):
+    ends = []
+    for together in (False, True):
+        if together:
+            joined()
+        model = tiny_net(bits=3, memory=memory)
+        optimizer = gft.GFT(gft.quantized(model), lr=0.7, seed=11, inertia=0.6, in_backward=in_backward)
+        for pair in (batches[:2], batches[2:4], batches[4:6]):
+            for x, y in pair:  # two micro-batches
+                F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        ends.append(all_of(optimizer))
+        assert optimizer.flips() > 0
+    assert equal(*ends)
+
+
+def test_layers_of_several_kinds_move_together_as_each_by_itself(joined):
+    shapes = [(9, 8), (9, 8), (5, 7), (9, 8), (9, 8), (3, 0), (9, 8), (5, 7)]  # (in, out)
+    ends = []
+    for together in (False, True):
+        if together:
+            joined()
+        torch.manual_seed(0)
+        layers = [gft.QuantLinear(*shape, bits=2 + number % 2, memory=number != 3) for number, shape in enumerate(shapes)]
+        for number, layer in enumerate(layers):
+            layer.scale.mul_(1 + number / 4)
+        optimizer = gft.GFT([layer.weight for layer in layers], lr=0.8, seed=5, inertia=0.2, quorum=0.3)
+        for step, lr in enumerate((0.8, 0.0, 0.6, 0.6)):
+            optimizer.param_groups[0]["lr"] = lr
+            for number, layer in enumerate(layers):
+                if (number, step) != (4, 3):  # one hears nothing
+                    layer.weight.ballot.votes = torch.randint(-99, 100, shapes[number][::-1], dtype=torch.int32)
+                    layer.weight.ballot.tokens = 1
+            optimizer.step()
+        ends.append(all_of(optimizer))
+        assert optimizer.flips() > 0
+        assert int(optimizer.state[layers[4].weight]["last_flips"]) == 0
+    assert equal(*ends)
+
+
 # ---------------------------------------------------------------------------------------------------- state
 
 

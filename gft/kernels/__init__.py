@@ -4,9 +4,9 @@
     native    C, for the CPU, built when first needed
     decode    Triton, for CUDA: the forward product of a few rows, equal to its definition but for float32's rounding
 
-Each of the first two offers `quantize`, `rounding_factors` and `move`; all are functions of plain tensors and numbers that
-know nothing of layers or optimizers. `twin_of` and `decoder_of` say which can work on a tensor; they look when they are
-asked, never at import.
+Each of the first two offers `quantize`, `rounding_factors` and `move`; `fused` also the last two of many layers in a few
+launches, `round_together`. All are functions of plain tensors and numbers that know nothing of models or optimizers.
+`twin_of`, `joint_of` and `decoder_of` say which can work on a tensor; they look when they are asked, never at import.
 """
 
 from functools import cache
@@ -43,6 +43,12 @@ def twin_of(tensor: Tensor) -> ModuleType | None:
     if tensor.is_cuda:
         return _triton("fused")
     return _native() if tensor.device.type == "cpu" else None
+
+
+def joint_of(weight: Tensor) -> ModuleType | None:
+    """The kernels that move this weight together with others: on a GPU, where a small matrix takes no longer than its
+    launches do."""
+    return _triton("fused") if weight.is_cuda and weight.numel() else None
 
 
 def lays_tokens_last(tensor: Tensor) -> bool:

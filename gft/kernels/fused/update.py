@@ -3,107 +3,21 @@
 No autotuning: `_move_kernel` writes its input, and a tuner would apply the step once per candidate.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from gft.kernels.fused.alike import Layer, by_eights, padded, pick, shared_launches
+from gft.kernels.fused.factors import factors_of, stride_of
 from gft.kernels.fused.noise import STREAM, load_eights, noise16, noise16_by_eights, on_device
-from gft.kernels.fused.votes import PROGRAMS
 
-# Votes a program squares at once: each of its warps ROWS rows of WIDTH · 128 columns; and how often, at most.
-SQUARES_WARPS, SQUARES_ROWS, SQUARES_WIDTH, MOST_TIMES = 4, 4, 2, 16
-MOVE_ROWS, MOVE_EIGHTHS, MOVE_WARPS = 4, 128, 4  # a program moves ROWS rows of EIGHTHS · 8 weights
-
-
-@triton.jit
-def _votes(votes, row, column, rows, columns):
-    live = (row < rows)[:, :, None, None] & (column < columns)[None, None, :, :]
-    return tl.load(votes + row[:, :, None, None] * columns + column[None, None, :, :], mask=live, other=0)
-
-
-@triton.jit(do_not_specialize=["shift"])
-def _squares_kernel(votes, sums, rows, columns, shift, SHIFTED: tl.constexpr, WARPS: tl.constexpr, ROWS: tl.constexpr,
-                    WIDTH: tl.constexpr, TIMES: tl.constexpr):
-    """sums: the total's high and low half, then rows, then columns. Integers are the same in whatever order atomics add.
-
-    Shaped so that a warp has rows of its own: a column is added up inside a thread until the end, and a row inside a warp.
-    """
-    column = tl.program_id(1) * (WIDTH * 128) + tl.arange(0, WIDTH)[:, None] * 128 + tl.arange(0, 128)[None, :]
-    row = tl.program_id(0).to(tl.int64) * (WARPS * ROWS * TIMES)
-    row += tl.arange(0, WARPS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-    by_column = tl.zeros((WARPS, WIDTH, 128), tl.int64)
-    coming = _votes(votes, row, column, rows, columns)
-    for time in range(TIMES):
-        vote = coming
-        below = row + WARPS * ROWS
-        # The next votes are on their way while these are squared.
-        coming = _votes(votes, below, column, tl.where(time + 1 < TIMES, rows, 0), columns)
-        small = (vote >> shift).to(tl.int32) if SHIFTED else vote
-        square = small.to(tl.int64) * small
-        by_column += tl.sum(square, 1)
-        tl.atomic_add(sums + 2 + row, tl.sum(tl.sum(square, 2), 2), mask=row < rows, sem="relaxed")
-        row = below
-    total = tl.sum(by_column, 0)
-    tl.atomic_add(sums + 2 + rows + column, total, mask=column < columns, sem="relaxed")
-    tl.atomic_add(sums, tl.sum(total >> 32), sem="relaxed")
-    tl.atomic_add(sums + 1, tl.sum(total & 0xFFFFFFFF), sem="relaxed")
-
-
-@triton.jit(do_not_specialize=["rows", "columns", "lr", "shift"])
-def _factors_kernel(sums, running, step, squares, factors, rows, columns, lr, worth, clip, shift, LR_ON_DEVICE: tl.constexpr,
-                    RUNNING: tl.constexpr, MOST_HALVINGS: tl.constexpr, BLOCK: tl.constexpr):
-    """squares: the running ones as renewed, of rows, of columns, then of all. factors: of rows, of columns, then the cap."""
-    if LR_ON_DEVICE:
-        lr = tl.load(lr)
-    gain = tl.full((BLOCK,), lr, tl.float32) * worth
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_row, is_all = place < rows, place == rows + columns
-    high, low = tl.load(sums), tl.load(sums + 1)
-    total = (high + (low >> 32)).to(tl.float64) * 4294967296.0 + (low & 0xFFFFFFFF).to(tl.float64)
-    total /= (rows.to(tl.int64) * columns).to(tl.float64)
-    mean = tl.load(sums + 2 + place, mask=place < rows + columns, other=0).to(tl.float64)
-    mean = tl.where(is_all, total, mean / tl.where(is_row, columns, rows).to(tl.float64))
-    unit = (shift.to(tl.int64) * 0 + 1 << shift).to(tl.float64)
-    mean, total = mean * unit * unit, total * unit * unit
-    if RUNNING:
-        share = tl.full((1,), 1.0, tl.float64)
-        count = tl.load(step) + 1
-        for halvings in tl.static_range(1, MOST_HALVINGS + 1):
-            share = tl.where(count >= 1 << halvings, 0.5**halvings, share)
-        old = tl.load(running + place, mask=place <= rows + columns, other=0.0).to(tl.float64)
-        mean = tl.where(old > 0, old + (mean - old) * share, mean)
-        of_all = tl.load(running + rows + columns).to(tl.float64)
-        total = tl.where(of_all > 0, of_all + (total - of_all) * share, total)
-    square = mean.to(tl.float32)
-    tl.store(squares + place, square, mask=place <= rows + columns)
-    overall = tl.sqrt((tl.zeros((BLOCK,), tl.float64) + total).to(tl.float32).to(tl.float64))
-    inverse = tl.where(square > 0, 1.0 / tl.sqrt(tl.where(square > 0, square, 1.0).to(tl.float64)), 0.0)
-    factor = tl.where(is_row, inverse * overall * gain.to(tl.float64), inverse).to(tl.float32)
-    tl.store(factors + place, tl.where(is_all, gain * clip, factor), mask=place <= rows + columns)
-
-
-def rounding_factors(votes: Tensor, lr: float | Tensor, worth: float, shift: int, *, clip: float, most_halvings: int,
-                     running: Tensor | None, step: int | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """step.rounding_factors: (out, 1) and (1, in) float32, the cap, and the squares. `worth` must be a float32."""
-    votes = votes.contiguous()
-    rows, columns = votes.shape
-    sums = torch.zeros(2 + rows + columns, dtype=torch.int64, device=votes.device)
-    factors, squares = torch.empty(2, rows + columns + 1, dtype=torch.float32, device=votes.device).unbind()
-    # A program that goes on to the rows below saves atomics; but all of the GPU should have work.
-    at_once = SQUARES_WARPS * SQUARES_ROWS, SQUARES_WIDTH * 128
-    times = votes.numel() // (PROGRAMS * at_once[0] * at_once[1])
-    times = 1 << min(max(times, 1), MOST_TIMES).bit_length() - 1
-    grid = triton.cdiv(rows, at_once[0] * times), triton.cdiv(columns, at_once[1])
-    with torch.cuda.device_of(votes):
-        _squares_kernel[grid](votes, sums, rows, columns, shift, SHIFTED=shift > 0 or votes.dtype is torch.int64,
-                              WARPS=SQUARES_WARPS, ROWS=SQUARES_ROWS, WIDTH=SQUARES_WIDTH, TIMES=times,
-                              num_warps=SQUARES_WARPS)
-        _factors_kernel[(triton.cdiv(rows + columns + 1, 512),)](
-            sums, factors if running is None else running, on_device(step, votes), squares, factors, rows, columns,
-            on_device(lr, votes) if isinstance(lr, Tensor) else lr, worth, clip, shift,
-            LR_ON_DEVICE=isinstance(lr, Tensor), RUNNING=running is not None, MOST_HALVINGS=most_halvings, BLOCK=512)
-    return factors[:rows, None], factors[None, rows:-1], factors[-1], squares
+# A thread moves RUN times eight weights. Its program takes 128 eighths of a row where that leaves no more threads idle at a
+# row's end than 16 eighths do, and as many rows as it then has threads for; both keep factors and words in their threads.
+MOVE_RUN, MOVE_WARPS, MOVE_EIGHTHS = 4, 4, (128, 16)
 
 
 @triton.jit
@@ -146,18 +60,21 @@ def _fields_set(word, WIDTH: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=[*STREAM, "quiet", "p_min", "follow"])
-def _move_kernel(stored, votes, row_factor, column_factor, least, largest, flips, rows, columns, bytes_a_row, cap, quiet,
-                 p_min, follow, seed, step, stream, call,
+def _move_kernel(stored, votes, stream, row_factor, column_factor, cap, least, largest, flips, stride, rows, columns,
+                 bytes_a_row, quiet, p_min, follow, seed, step, call,
                  TOPK: tl.constexpr, BY_EIGHTS: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr, WIDTH: tl.constexpr,
                  TOP_LEVEL: tl.constexpr, MEMORY_BITS: tl.constexpr, ROWS: tl.constexpr, EIGHTHS: tl.constexpr):
     """A thread has eight weights side by side: one counter of noise, and one word of WIDTH bytes.
 
     BY_EIGHTS: no row ends inside a word. EVEN: and none inside a program.
     """
-    N: tl.constexpr = ROWS * EIGHTHS
-    place = tl.arange(0, N)
     # From the end, where the votes that were squared last may still be in the cache.
     row_block, eighth_block = tl.num_programs(0) - 1 - tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
+    layer = tl.num_programs(2) - 1 - tl.program_id(2)
+    stored, votes, stream = pick(stored, layer), pick(votes, layer), (pick(stream, layer) - 3) >> 1
+    row_factor, column_factor, cap = row_factor + layer * stride, column_factor + layer * stride, cap + layer * stride
+    N: tl.constexpr = ROWS * EIGHTHS
+    place = tl.arange(0, N)
     row = row_block.to(tl.int64) * ROWS + place // EIGHTHS
     eighth = eighth_block * EIGHTHS + place % EIGHTHS
     column = eighth[:, None] * 8 + tl.arange(0, 8)[None, :]
@@ -224,7 +141,36 @@ def _move_kernel(stored, votes, row_factor, column_factor, least, largest, flips
         tl.store(here, fresh, mask=inside)
     else:
         tl.store(here, (fresh[:, None] >> (8 * byte)).to(tl.uint8), mask=there)
-    tl.atomic_add(flips, tl.sum(flipped if EVEN else tl.where(inside, flipped, 0)).to(tl.int64), sem="relaxed")
+    flipped = tl.sum(flipped if EVEN else tl.where(inside, flipped, 0)).to(tl.int64)
+    tl.atomic_add(flips + layer * stride, flipped, sem="relaxed")
+
+
+def _move(stored: Sequence[Tensor], votes: Sequence[Tensor], stream: Sequence[int],
+          row: Tensor | None, column: Tensor | None, cap: Tensor | None, flips: Tensor,  # of the first layer
+          stride: int,  # from there to those of the next
+          least: Tensor | None = None, largest: Tensor | None = None,
+          *, packed_width: int, top_level: int, memory_bits: int, quiet: float, p_min: int = 0, follow: int,
+          seed: int, step: int | Tensor, call: int) -> None:
+    """Move layers that are alike, in one launch."""
+    first, bytes_a_row, (rows, columns) = stored[0], stored[0].shape[1], votes[0].shape
+    in_words = by_eights(first, columns)
+    in_row = triton.cdiv(columns, 8)
+    eighths = min(MOVE_EIGHTHS, key=lambda some: triton.cdiv(in_row, some) * some)
+    eighths = min(eighths, triton.next_power_of_2(in_row))
+    # Where every weight draws a counter of its own, a thread has no registers for more than eight.
+    rows_at_once = (MOVE_RUN if in_words else 1) * MOVE_WARPS * 32 // eighths
+    even = in_words and rows % rows_at_once == 0 and columns % (eighths * 8) == 0
+    # Odd and never 1: Triton compiles 1 and multiples of 16 into the kernel if they stand in a tuple, do_not_specialize or
+    # not, and then every network would have kernels of its own.
+    numbers = [2 * one + 3 for one in stream]
+    used = [flips if one is None else one for one in (row, column, cap, least, largest)]
+    with torch.cuda.device_of(first):
+        _move_kernel[(triton.cdiv(rows, rows_at_once), triton.cdiv(columns, eighths * 8), len(stored))](
+            padded(stored), padded(votes), padded(numbers), *used, flips, stride, rows, columns, bytes_a_row, quiet, p_min,
+            follow, seed, on_device(step, first), call,
+            TOPK=least is not None, BY_EIGHTS=in_words, EVEN=even, PACKED=packed_width > 0, WIDTH=packed_width or 8,
+            TOP_LEVEL=top_level, MEMORY_BITS=memory_bits, ROWS=rows_at_once, EIGHTHS=eighths, num_warps=MOVE_WARPS)
+    torch.autograd.graph.increment_version(stored)  # autograd does not see what a kernel writes
 
 
 def move(stored: Tensor,  # (rows, bytes) uint8 or (rows, columns) int8, changed in place
@@ -241,21 +187,45 @@ def move(stored: Tensor,  # (rows, bytes) uint8 or (rows, columns) int8, changed
          quiet: float = 0.0,  # step.Rounding
          least: Tensor | None = None, largest: Tensor | None = None, p_min: int = 0) -> None:  # step.TopK
     """step.rounding or step.topk on a whole stored matrix, in place."""
-    votes = votes.contiguous()
-    unused = flips
-    rows, bytes_a_row = stored.shape
     if stored.numel():
-        by_eights = columns % 8 == 0 and stored.data_ptr() % 8 == 0
-        eighths = min(MOVE_EIGHTHS, triton.next_power_of_2(triton.cdiv(columns, 8)))
-        # Where every weight draws a counter of its own, a thread has no registers for more than eight.
-        rows_at_once = (MOVE_ROWS if by_eights else 1) * MOVE_EIGHTHS // eighths
-        even = by_eights and rows % rows_at_once == 0 and columns % (eighths * 8) == 0
-        with torch.cuda.device_of(stored):
-            _move_kernel[(triton.cdiv(rows, rows_at_once), triton.cdiv(columns, eighths * 8))](
-                stored, votes, *(unused if one is None else one.contiguous() for one in (row, column, least, largest)),
-                flips, rows, columns, bytes_a_row, unused if cap is None else on_device(cap, stored), quiet, p_min, follow,
-                seed, on_device(step, stored), stream, call,
-                TOPK=least is not None, BY_EIGHTS=by_eights, EVEN=even,
-                PACKED=packed_width > 0, WIDTH=packed_width or 8, TOP_LEVEL=top_level, MEMORY_BITS=memory_bits,
-                ROWS=rows_at_once, EIGHTHS=eighths, num_warps=MOVE_WARPS)
-        torch.autograd.graph.increment_version(stored)  # autograd does not see what a kernel writes
+        row, column = (None if one is None else one.contiguous() for one in (row, column))
+        cap = None if cap is None else on_device(cap, stored)
+        _move([stored], [votes.contiguous()], [stream], row, column, cap, flips, 0, least, largest,
+              packed_width=packed_width, top_level=top_level, memory_bits=memory_bits, quiet=quiet, p_min=p_min,
+              follow=follow, seed=seed, step=step, call=call)
+
+
+class Rounded(NamedTuple):
+    """What a step by rounding tells of one layer."""
+
+    squares: Tensor  # (rows + columns + 1,) float32, as renewed
+    flips: Tensor  # int64 scalar: how many levels have changed
+
+
+def round_together(layers: Sequence[Layer],  # all on one device
+                   lr: float | Tensor, *, clip: float, most_halvings: int, follow: int,
+                   seed: int, step: int | Tensor, call: int) -> list[Rounded]:
+    """step.rounding_factors and step.rounding of any layers, their weights in place.
+
+    Those that are alike share three launches: squares, factors, move. One more clears all sums. The votes that were just
+    squared are moved by while they may be in the cache, so one kind of layers follows the other.
+    """
+    layers = [layer._replace(votes=layer.votes.contiguous()) for layer in layers]
+    shared = shared_launches(layer.kind() for layer in layers)
+    step = on_device(step, layers[0].votes)
+    strides = [stride_of(*layers[numbers[0]].votes.shape) for numbers in shared]
+    sizes = [len(numbers) * stride for numbers, stride in zip(shared, strides, strict=True)]
+    sums = torch.zeros(sum(sizes), dtype=torch.int64, device=step.device).split(sizes)
+    told: dict[int, Rounded] = {}
+    for numbers, stride, some_sums in zip(shared, strides, sums, strict=True):
+        some = [layers[number] for number in numbers]
+        stored, votes, running, worth, stream, *_ = zip(*some, strict=True)
+        first, (rows, columns) = some[0], votes[0].shape
+        factors, squares = factors_of(votes, some_sums, lr, worth, first.shift, clip=clip, most_halvings=most_halvings,
+                                      running=None if first.running is None else running, step=step)
+        flips = some_sums.view(-1, stride)[:, rows + columns + 2]
+        _move(stored, votes, stream, factors, factors[:, rows:], factors[:, rows + columns], flips, stride,
+              packed_width=first.packed_width, top_level=first.top_level, memory_bits=first.memory_bits, quiet=first.quiet,
+              follow=follow, seed=seed, step=step, call=call)
+        told.update(zip(numbers, map(Rounded, squares[:, : rows + columns + 1], flips), strict=True))
+    return [told[number] for number in range(len(layers))]

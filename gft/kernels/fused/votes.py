@@ -1,12 +1,33 @@
 """The votes: int8 products on tensor cores, exact in int32."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-# Tokens a step of the loop, programs that fill a GPU (two a multiprocessor), tokens worth a program.
-TILE_K, PROGRAMS, LEAST_TOKENS_A_SPLIT = 128, 264, 512
+PROGRAMS = 264  # fill a GPU, two a multiprocessor
+LEAST_TOKENS_A_SPLIT = 512  # worth a program
+
+
+class Cut(NamedTuple):
+    """How a product is cut into programs, each of which makes a tile of the votes from some of the tokens."""
+
+    rows: int  # of a tile
+    columns: int
+    tokens: int  # a step of a program's loop
+    warps: int
+    stages: int  # steps of the loop under way at once
+    programs: int = PROGRAMS  # where the tiles are fewer, their tokens are split until there are about as many
+    group: int = 8  # tiles one below the other that run side by side, and so read the same x from the cache
+
+
+def cut_for(rows: int, columns: int, tokens: int) -> Cut:
+    """Of delta^T · x, (rows, tokens) · (tokens, columns)."""
+    if rows * columns >= PROGRAMS * 128 * 128:
+        return Cut(128, 128, 128, warps=4, stages=3)
+    return Cut(64, 128, 128, warps=4, stages=4)
 
 
 @triton.jit
@@ -20,22 +41,21 @@ def _tile(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.co
     return down * ROWS + tl.arange(0, ROWS), across * COLUMNS + tl.arange(0, COLUMNS)
 
 
-@triton.jit(do_not_specialize=["tiles_a_split"])
-def _votes_kernel(delta, x, votes, rows, columns, tokens, tiles_a_split,
+@triton.jit(do_not_specialize=["steps"])
+def _votes_kernel(delta, x, votes, rows, columns, tokens, steps,
                   EVEN: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
                   GROUP: tl.constexpr):
     row, column = _tile(rows, columns, ROWS, COLUMNS, GROUP)
-    first = tl.program_id(1) * tiles_a_split
-    token = first * TOKENS + tl.arange(0, TOKENS)
+    first, token = tl.program_id(1) * steps, tl.arange(0, TOKENS)
     # Rows beyond the edge read row 0 and are not written.
-    from_delta = delta + tl.where(row < rows, row, 0).to(tl.int64)[:, None] * tokens + token[None, :]
-    from_x = x + tl.where(column < columns, column, 0).to(tl.int64)[:, None] * tokens + token[None, :]
+    from_delta = delta + tl.where(row < rows, row, 0).to(tl.int64)[:, None] * tokens + (first * TOKENS + token)[None, :]
+    from_x = x + tl.where(column < columns, column, 0).to(tl.int64)[:, None] * tokens + (first * TOKENS + token)[None, :]
     total = tl.zeros((ROWS, COLUMNS), tl.int32)
-    for tile in range(tiles_a_split):
+    for one in range(first, tl.minimum(first + steps, tl.cdiv(tokens, TOKENS))):
         if EVEN:
             a, b = tl.load(from_delta), tl.load(from_x)
         else:
-            live = (token + tile * TOKENS < tokens)[None, :]
+            live = (one * TOKENS + token < tokens)[None, :]
             a, b = tl.load(from_delta, mask=live, other=0), tl.load(from_x, mask=live, other=0)
         total = tl.dot(a, tl.trans(b), total, out_dtype=tl.int32)
         from_delta += TOKENS
@@ -53,18 +73,18 @@ def votes_product(delta: Tensor,  # (tokens, rows) int8, tokens side by side in 
     """vote.tally where no sum exceeds int32: delta^T · x on int8 tensor cores."""
     delta, x = delta.t().contiguous(), x.t().contiguous()
     (rows, tokens), columns = delta.shape, x.shape[0]
-    tile_rows, tile_columns = (128, 128) if rows * columns >= PROGRAMS * 128 * 128 else (64, 128)
-    tiles = triton.cdiv(rows, tile_rows) * triton.cdiv(columns, tile_columns)
+    cut = cut_for(rows, columns, tokens)
+    tiles = triton.cdiv(rows, cut.rows) * triton.cdiv(columns, cut.columns)
     # Few tiles leave most of the GPU idle: share the tokens out, too.
-    splits = max(1, min(PROGRAMS // tiles, tokens // LEAST_TOKENS_A_SPLIT))
-    tiles_a_split = triton.cdiv(tokens, splits * TILE_K)
-    splits = triton.cdiv(tokens, tiles_a_split * TILE_K)
+    splits = max(1, min(cut.programs // tiles, tokens // LEAST_TOKENS_A_SPLIT))
+    steps = triton.cdiv(tokens, splits * cut.tokens)  # of a program's loop
+    splits = triton.cdiv(tokens, steps * cut.tokens)
     votes = (torch.zeros if splits > 1 else torch.empty)(rows, columns, dtype=torch.int32, device=x.device)
     with torch.cuda.device_of(x):
         _votes_kernel[(tiles, splits)](
-            delta, x, votes, rows, columns, tokens, tiles_a_split, EVEN=tokens == splits * tiles_a_split * TILE_K,
-            SPLIT=splits > 1, ROWS=tile_rows, COLUMNS=tile_columns, TOKENS=TILE_K, GROUP=8,
-            num_warps=4, num_stages=3 if tile_rows == 128 else 4)
+            delta, x, votes, rows, columns, tokens, steps, EVEN=tokens % cut.tokens == 0, SPLIT=splits > 1,
+            ROWS=cut.rows, COLUMNS=cut.columns, TOKENS=cut.tokens, GROUP=cut.group, num_warps=cut.warps,
+            num_stages=cut.stages)
     return votes
 
 
@@ -103,7 +123,7 @@ def sequence_votes(delta: Tensor,  # (tokens, rows) int8
     sequences, tiles = tokens // sequence, triton.cdiv(rows, 64) * triton.cdiv(columns, 128)
     sequences_a_split = triton.cdiv(sequences, max(1, min(PROGRAMS // tiles, sequences)))
     votes = torch.zeros(rows, columns, dtype=torch.int32, device=x.device)
-    at_once = TILE_K if sequence % TILE_K == 0 else TILE_K // 2
+    at_once = 128 if sequence % 128 == 0 else 64
     with torch.cuda.device_of(x):
         _sequence_votes_kernel[(tiles, triton.cdiv(sequences, sequences_a_split))](
             delta, x, votes, rows, columns, sequences, sequence, sequences_a_split, ROWS=64, COLUMNS=128, TOKENS=at_once,
