@@ -127,12 +127,13 @@ def training(recipe: Recipe, out: Path, *, seed: int = 0, device: str = "auto", 
     saved_at = clock = time.perf_counter()
     loss = torch.zeros(())
 
-    # Evaluation, which is rare and of other shapes, runs the model as it is.
-    run = torch.compile(model) if recipe.compiled and on.type == "cuda" else model
+    # What is rare and of another shape, evaluation and the last batch of an epoch, runs the model as it is: to compile it
+    # for that, too, would take longer than it saves.
+    compiled = torch.compile(model) if recipe.compiled and on.type == "cuda" else model
 
     def take_step(x: Tensor, y: Tensor) -> Tensor:
         with precision(recipe, on):
-            logits = run(x)
+            logits = (compiled if len(x) == recipe.batch else model)(x)
         loss = cross_entropy(logits, y, recipe.label_smoothing)
         optimizer.zero_grad(); loss.backward(); optimizer.step()
         return loss

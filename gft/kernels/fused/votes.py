@@ -32,20 +32,22 @@ def cut_for(rows: int, columns: int, tokens: int) -> Cut:
 
 @triton.jit
 def _tile(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
-    """A program's rows and columns. Neighbouring programs share some, so that what they read is in the cache."""
+    """A program's first row and first column. Neighbouring programs share rows and columns, so that what they read is in the
+    cache."""
     tiles_down, tiles_across = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
     program, in_group = tl.program_id(0), GROUP * tiles_across
     first_down = program // in_group * GROUP
     group_height = tl.minimum(tiles_down - first_down, GROUP)
     down, across = first_down + program % in_group % group_height, program % in_group // group_height
-    return down * ROWS + tl.arange(0, ROWS), across * COLUMNS + tl.arange(0, COLUMNS)
+    return down * ROWS, across * COLUMNS
 
 
 @triton.jit(do_not_specialize=["steps"])
 def _votes_kernel(delta, x, votes, rows, columns, tokens, steps,
                   EVEN: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
                   GROUP: tl.constexpr):
-    row, column = _tile(rows, columns, ROWS, COLUMNS, GROUP)
+    first_row, first_column = _tile(rows, columns, ROWS, COLUMNS, GROUP)
+    row, column = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
     first, token = tl.program_id(1) * steps, tl.arange(0, TOKENS)
     # Rows beyond the edge read row 0 and are not written.
     from_delta = delta + tl.where(row < rows, row, 0).to(tl.int64)[:, None] * tokens + (first * TOKENS + token)[None, :]
@@ -60,10 +62,13 @@ def _votes_kernel(delta, x, votes, rows, columns, tokens, steps,
         total = tl.dot(a, tl.trans(b), total, out_dtype=tl.int32)
         from_delta += TOKENS
         from_x += TOKENS
-    place = votes + row.to(tl.int64)[:, None] * columns + column[None, :]
+    place = votes + first_row.to(tl.int64) * columns + first_column
+    place = place + (tl.arange(0, ROWS)[:, None] * columns + tl.arange(0, COLUMNS)[None, :])
     live = (row < rows)[:, None] & (column < columns)[None, :]
     if SPLIT:
-        tl.atomic_add(place, total, mask=live, sem="relaxed")  # integers: the same in any order
+        # Integers: the same in any order. Said to be aligned to 4 bytes only, a thread has one column and not four side by
+        # side: an atomic is of one number, and those of a warp then fill whole sectors.
+        tl.atomic_add(tl.multiple_of(place, (4, 4)), total, mask=live, sem="relaxed")
     else:
         tl.store(place, total, mask=live)
 
@@ -92,7 +97,8 @@ def votes_product(delta: Tensor,  # (tokens, rows) int8, tokens side by side in 
 def _sequence_votes_kernel(delta, x, votes, rows, columns, sequences, sequence, sequences_a_split,
                            ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, EVEN: tl.constexpr,
                            GROUP: tl.constexpr):
-    row, column = _tile(rows, columns, ROWS, COLUMNS, GROUP)
+    first_row, first_column = _tile(rows, columns, ROWS, COLUMNS, GROUP)
+    row, column = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
     length = sequences.to(tl.int64) * 0 + sequence
     tokens, token = sequences * length, tl.arange(0, TOKENS)
     from_delta = delta + tl.where(row < rows, row, 0).to(tl.int64)[:, None] * tokens + token[None, :]
