@@ -126,6 +126,24 @@ def test_vit_leaves_patches_out_in_training_alone():
                for row, all_of in zip(some, tokens, strict=True))
 
 
+def test_positions_of_waves_tell_neighbours():
+    side, width = 6, 16
+    model = ViT(1, 12, 10, patch=2, width=width, depth=1, heads=2, positions="waves")
+    start = model.positions[0, 1:].detach()
+    assert start.square().mean().sqrt().item() == pytest.approx(vit.POSITIONS_RMS)
+    for row, column in ((0, 0), (2, 3), (5, 5)):
+        angles = torch.tensor([place * 10000 ** (-n / 3) for place in (column, row) for n in range(4)]).view(2, 4)
+        expected = torch.cat([part for one in angles for part in (one.sin(), one.cos())])
+        assert torch.allclose(start[row * side + column], vit.POSITIONS_RMS * 2**0.5 * expected, atol=1e-6)
+    apart = torch.cdist(start, start)
+    right, above, two_right = apart[14, [15, 8, 16]].tolist()
+    assert right == pytest.approx(above, rel=1e-4)
+    assert right < two_right
+    assert not torch.equal(model.positions, ViT(1, 12, 10, patch=2, width=width, depth=1, heads=2).positions)
+    with pytest.raises(ValueError, match="width that 4 divides"):
+        ViT(1, 12, 10, patch=2, width=6, depth=1, heads=2, positions="waves")
+
+
 def test_gpt_sees_no_later_character():
     torch.manual_seed(0)
     model = GPT(20, context=12, width=16, depth=2, heads=2).eval()

@@ -27,7 +27,7 @@ def build_float_model(recipe: Recipe, data: Data) -> nn.Module:
             raise ValueError(f"model=vit sees images, but data={recipe.data} has none; choose mnist-images or imagenette")
         channels, size, _ = data.shape
         return ViT(channels, size, data.classes, recipe.patch, recipe.width, recipe.depth, recipe.heads, recipe.dropout,
-                   recipe.patch_dropout)
+                   recipe.patch_dropout, recipe.positions)
     return DNN(data.inputs, data.classes, recipe.width, recipe.depth, recipe.norm, recipe.activation, recipe.dropout,
                recipe.input_dropout)
 

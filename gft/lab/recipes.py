@@ -13,6 +13,7 @@ from typing import Any, get_type_hints
 from gft.lab import baselines
 from gft.lab import data as datasets
 from gft.lab.models.dnn import ACTIVATIONS, NORMS
+from gft.lab.models.vit import POSITIONS
 from gft.optimizer import PAPER
 
 CHOICES = {
@@ -24,6 +25,7 @@ CHOICES = {
     "method": ("gft", *baselines.METHODS),
     "precision": ("fp32", "bf16"),
     "augment": datasets.AUGMENT,
+    "positions": POSITIONS,
 }
 
 
@@ -54,6 +56,7 @@ class Recipe:
     dropout: float = 0.0
     input_dropout: float = 0.0  # dnn
     patch_dropout: float = 0.0  # vit
+    positions: str = "random"  # vit
     precision: str = "fp32"  # of the products on a GPU
     compiled: bool = False  # torch.compile, on a GPU: worth its quarter of a minute where steps are long or many
 

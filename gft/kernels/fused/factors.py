@@ -12,7 +12,7 @@ from gft.kernels.fused.noise import on_device
 from gft.kernels.fused.votes import PROGRAMS
 
 # Votes a program squares at once: each of its warps ROWS rows of WIDTH · 128 columns; and how often, at most.
-SQUARES_WARPS, SQUARES_ROWS, SQUARES_WIDTH, MOST_TIMES = 4, 4, 2, 16
+SQUARES_WARPS, SQUARES_ROWS, SQUARES_WIDTH, MOST_TIMES = 4, 8, 1, 16
 FACTORS_BLOCK = 512
 
 

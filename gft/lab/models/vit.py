@@ -1,9 +1,16 @@
 """The paper's vision transformer: width 512, depth 12, MLP 2048, with a class token and learned positions."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 
 from gft.lab.models.transformer import Block
+
+POSITIONS = ("random", "waves")
+# About as large as what the patches themselves come to: with the usual 0.02 the network first has to find out where
+# anything is (docs/lab-notes.md).
+POSITIONS_RMS = 0.5
 
 
 class ViT(nn.Module):
@@ -14,20 +21,23 @@ class ViT(nn.Module):
 
     patch_dropout: the share of an image's patches that a training step leaves out, other ones each time (PatchDropout, Liu
         et al. 2022): it costs that much less, and many cheap steps teach more than few dear ones where images are few.
+    positions: what the learned positions start as, "random" or "waves" (`waves`).
     """
 
     def __init__(self, channels: int, size: int, classes: int, patch: int = 16, width: int = 512, depth: int = 12,
-                 heads: int = 8, dropout: float = 0.0, patch_dropout: float = 0.0) -> None:
+                 heads: int = 8, dropout: float = 0.0, patch_dropout: float = 0.0, positions: str = "random") -> None:
         super().__init__()
         if size % patch:
             raise ValueError(f"patch={patch} does not divide the image size {size}; choose one that does")
-        patches = (size // patch) ** 2
+        side = size // patch
+        patches = side**2
         self.seen_in_training = max(1, round(patches * (1 - patch_dropout)))
         self.patches = nn.Conv2d(channels, width, patch, patch)
         self.class_token = nn.Parameter(torch.zeros(1, 1, width))
-        # About as large as what the patches themselves come to: with the usual 0.02 the network first has to find out where
-        # anything is (docs/lab-notes.md).
-        self.positions = nn.Parameter(torch.randn(1, patches + 1, width) * 0.5)
+        start = torch.randn(1, patches + 1, width) * POSITIONS_RMS
+        if positions == "waves":
+            start[:, 1:] = waves(side, width)
+        self.positions = nn.Parameter(start)
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(Block(width, heads, True, False, dropout) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
@@ -47,6 +57,19 @@ class ViT(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x[:, 0]))
+
+
+def waves(side: int, width: int) -> Tensor:  # (side², width)
+    """Sines and cosines of a patch's column and row, of wavelengths from 2π to 20,000π patches (Beyer et al. 2022).
+
+    Neighbours look alike from the start, so that few images need not teach where the patches are.
+    """
+    if width % 4:
+        raise ValueError(f"positions=waves needs a width that 4 divides, not {width}; choose another, or positions=random")
+    speed = 10000 ** -torch.linspace(0, 1, width // 4)
+    angle = torch.arange(side)[:, None] * speed  # (side, width / 4)
+    along = torch.cat([angle.sin(), angle.cos()], 1)  # (side, width / 2)
+    return POSITIONS_RMS * math.sqrt(2) * torch.cat([along.repeat(side, 1), along.repeat_interleave(side, 0)], 1)
 
 
 def some_tokens(x: Tensor,  # (batch, tokens, width)
