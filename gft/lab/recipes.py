@@ -184,10 +184,12 @@ def mnist_vit(quantize: str, bits: int) -> Recipe:
 
 
 def imagenette_vit(quantize: str, bits: int) -> Recipe:
-    """One row of the lower half of Table 3: 224×224 in patches of 16, 5000 steps, the same light augmentation for all."""
+    """One row of the lower half of Table 3: 224×224 in patches of 16, 10,000 steps that each see a quarter of the patches,
+    the same strong augmentation for all: 9,469 photographs are few for 38M weights."""
     return Recipe(**row("imagenette-vit", quantize, bits, IMAGENETTE_VIT[quantize, bits]), model="vit", data="imagenette",
-                  augment="light", batch=256, steps=5000, warmup=500, eval_every=500, eval_batch=512, width=512, depth=12,
-                  heads=8, patch=16, precision="bf16", compiled=True, label_smoothing=0.1)
+                  augment="strong", batch=256, steps=10000, warmup=500, eval_every=1000, eval_batch=512, width=512, depth=12,
+                  heads=8, patch=16, patch_dropout=0.75, positions="waves", precision="bf16", compiled=True, lr=0.05,
+                  dense_lr=3e-4, label_smoothing=0.1)
 
 
 def digits(quantize: str, bits: int) -> Recipe:

@@ -123,13 +123,14 @@ def training(recipe: Recipe, out: Path, *, seed: int = 0, device: str = "auto", 
     folder.start(step, tensorboard)
 
     eval_every = recipe.eval_every or data.per_epoch(recipe.batch)
-    batches = data.batches(recipe.batch, seed, first_step=step, augment=recipe.augment)
+    compiles = recipe.compiled and on.type == "cuda"
+    batches = data.batches(recipe.batch, seed, first_step=step, augment=recipe.augment, compiled=compiles)
     saved_at = clock = time.perf_counter()
     loss = torch.zeros(())
 
     # What is rare and of another shape, evaluation and the last batch of an epoch, runs the model as it is: to compile it
     # for that, too, would take longer than it saves.
-    compiled = torch.compile(model) if recipe.compiled and on.type == "cuda" else model
+    compiled = torch.compile(model) if compiles else model
 
     def take_step(x: Tensor, y: Tensor) -> Tensor:
         with precision(recipe, on):

@@ -7,6 +7,7 @@
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,22 +21,38 @@ PASTED = 0.5  # share of the images that get a piece of another
 MOST_TURN, MOST_ZOOM, MOST_SHIFT = math.radians(12), 0.12, 0.1  # a jitter's: radians, share of the size, likewise
 
 
-def augmented(images: Tensor,  # (n, channels, height, width) float, normalised
-              labels: Tensor,  # (n,) int64
-              how: str,
-              classes: int,
-              flips: bool,  # whether a mirrored image is still of its class
-              generator: torch.Generator,  # of the CPU
-              ) -> tuple[Tensor, Tensor]:
+class Changes(NamedTuple):
+    """What is to be done to a batch of n images: drawn on the CPU, a few numbers an image. None: nothing of the kind."""
+
+    maps: Tensor | None = None  # (n, 2, 3): resample
+    colours: Tensor | None = None  # (3, n): recoloured
+    boxes: Tensor | None = None  # (n, 4): mixed
+
+    def to(self, device: torch.device) -> "Changes":
+        return Changes(*(None if one is None else one.to(device) for one in self))
+
+
+def random_changes(how: str, n: int, height: int, width: int,
+                   flips: bool,  # whether a mirrored image is still of its class
+                   generator: torch.Generator) -> Changes:  # of the CPU
+    maps = random_jitters(n, generator) if how == "jitter" else random_crops(n, flips, generator)
+    if how != "strong":
+        return Changes(maps)
+    colours = 2 * torch.rand(3, n, generator=generator) - 1
+    return Changes(maps, colours, random_boxes(n, height, width, generator))
+
+
+def changed(images: Tensor,  # (n, channels, height, width) float, normalised
+            labels: Tensor,  # (n,) int64
+            changes: Changes,  # on the same device
+            classes: int) -> tuple[Tensor, Tensor]:
     """Images and labels as one step sees them. Where images are mixed, labels become shares of each class, (n, classes)."""
-    if how == "none":
-        return images, labels
-    n = len(images)
-    images = resample(images, random_jitters(n, generator) if how == "jitter" else random_crops(n, flips, generator))
-    if how == "strong":
-        images = recoloured(images, 2 * torch.rand(3, n, generator=generator) - 1)
-        boxes = random_boxes(n, images.shape[2], images.shape[3], generator)
-        images, labels = mixed(images, F.one_hot(labels, classes).float(), boxes)
+    if changes.maps is not None:
+        images = resample(images, changes.maps)
+    if changes.colours is not None:
+        images = recoloured(images, changes.colours)
+    if changes.boxes is not None:
+        images, labels = mixed(images, F.one_hot(labels, classes).float(), changes.boxes)
     return images, labels
 
 
@@ -75,7 +92,7 @@ def resample(images: Tensor,  # (n, channels, height, width) float
              maps: Tensor,    # (n, 2, 3)
              ) -> Tensor:
     """Each image seen through its map, at the same size."""
-    grid = F.affine_grid(maps.to(images.device), list(images.shape), align_corners=False)
+    grid = F.affine_grid(maps, list(images.shape), align_corners=False)
     return F.grid_sample(images, grid, mode="bilinear", padding_mode="reflection", align_corners=False)
 
 
@@ -86,7 +103,7 @@ def recoloured(images: Tensor,   # (n, channels, height, width) float, of mean 0
                changes: Tensor,  # (3, n) from -1 to 1: brightness, contrast, saturation
                ) -> Tensor:
     """Lighter or darker, more or less apart from its own mean, more or less apart from grey."""
-    brightness, contrast, saturation = (MOST_COLOUR * changes).to(images.device)[:, :, None, None, None]
+    brightness, contrast, saturation = (MOST_COLOUR * changes)[:, :, None, None, None]
     mean = images.mean((1, 2, 3), keepdim=True)
     images = mean + (1 + contrast) * (images - mean) + brightness
     grey = images.mean(1, keepdim=True)
@@ -114,7 +131,7 @@ def mixed(images: Tensor,  # (n, channels, height, width)
           boxes: Tensor,   # (n, 4)
           ) -> tuple[Tensor, Tensor]:
     """In its box each image shows the one before it in the batch, and its classes' shares are as their areas are."""
-    top, bottom, left, right = boxes.to(images.device).t()[:, :, None]
+    top, bottom, left, right = boxes.t()[:, :, None]
     y, x = (torch.arange(size, device=images.device) for size in images.shape[2:])
     inside = ((top <= y) & (y < bottom))[:, :, None] & ((left <= x) & (x < right))[:, None, :]
     taken = inside.float().mean((1, 2))[:, None]

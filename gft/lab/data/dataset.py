@@ -9,11 +9,12 @@ import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gft.lab.data.augment import AUGMENT, augmented
+from gft.lab.data.augment import AUGMENT, Changes, changed, random_changes
 from gft.lab.data.folder import DataError
 
 SPLITS = ("train", "val", "test")
@@ -58,30 +59,39 @@ class Dataset:
         """Training batches that make one pass; the last may be short."""
         return -(-len(self.train[0]) // batch)
 
-    def batches(self, batch: int, seed: int, first_step: int = 0, augment: str = "none") -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(self, batch: int, seed: int, first_step: int = 0, augment: str = "none",
+                compiled: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
         """Endless training batches. Epoch e is shuffled by (seed, e) alone and step s augmented by (seed, s) alone, so
         batch `first_step` is found without having drawn those before it. The last batch of an epoch is as short as it
         falls.
 
         augment: "none", or one of those that augment.py describes. "strong" mixes images, and yields shares of each class,
         (n, classes), for labels.
+        compiled: make whole batches by a few fused kernels, which takes some seconds at first.
         """
         if augment not in AUGMENT:
             raise DataError(f"augment={augment!r}: choose one of {', '.join(AUGMENT)}")
         if augment != "none" and len(self.shape) != 3:
             raise DataError(f"augment={augment!r} needs images and these are flat features; choose augment=none")
-        return self._batches(batch, seed, first_step, augment)
+        return self._batches(batch, seed, first_step, augment, torch.compile(self.seen) if compiled else self.seen)
 
-    def _batches(self, batch: int, seed: int, step: int, augment: str) -> Iterator[tuple[Tensor, Tensor]]:
+    def _batches(self, batch: int, seed: int, step: int, augment: str, whole: Any) -> Iterator[tuple[Tensor, Tensor]]:
         x, y = self.train
         while True:
             epoch, start = divmod(step, self.per_epoch(batch))
             generator = torch.Generator().manual_seed(seed * 100_003 + epoch)
             order = torch.randperm(len(x), generator=generator).to(x.device)
             for some in order.split(batch)[start:]:
-                yield augmented(self.normalised(x[some]), y[some], augment, self.classes, self.flips,
-                                seeded("augment", seed, step))
+                changes = Changes()
+                if augment != "none":
+                    _, height, width = self.shape
+                    changes = random_changes(augment, len(some), height, width, self.flips, seeded("augment", seed, step))
+                yield (whole if len(some) == batch else self.seen)(x[some], y[some], changes.to(x.device))
                 step += 1
+
+    def seen(self, x: Tensor, y: Tensor, changes: Changes) -> tuple[Tensor, Tensor]:
+        """Some stored images and labels as a training step sees them."""
+        return changed(self.normalised(x), y, changes, self.classes)
 
     def evaluation_batches(self, split: str, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
         """One pass over "train", "val" or "test", in order, never augmented."""

@@ -72,9 +72,10 @@ class Text:
         """Training batches that have as many characters as the training text, at least 1."""
         return max(1, len(self.train) // (batch * self.context))
 
-    def batches(self, batch: int, seed: int, first_step: int = 0, augment: str = "none") -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(self, batch: int, seed: int, first_step: int = 0, augment: str = "none",
+                compiled: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
         """Endless (x, y), int64 of (batch, context): windows of the training text at random places, and the same one
-        character on. The places of step s depend on (seed, s) alone."""
+        character on. The places of step s depend on (seed, s) alone. There is nothing to compile."""
         if augment != "none":
             raise DataError(f"augment={augment!r} needs images and this is text; choose augment=none")
         return self._batches(batch, seed, first_step)
