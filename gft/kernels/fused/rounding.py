@@ -7,10 +7,10 @@ from torch import Tensor
 
 from gft.kernels.fused.noise import STREAM, load_eights, noise16, noise16_by_eights, on_device
 
-# A program rounds LANES · RUN tokens × FEATURES. A thread rounds eight features of RUN tokens, one token after the other, so
-# WARPS = LANES · FEATURES / 256.
-LANES, RUN, FEATURES, WARPS = 8, 16, 64, 2
-MOST_REGISTERS = 128  # a thread
+# A program rounds LANES · RUN tokens × FEATURES. A thread rounds eight features of RUN = 8 tokens, one after the other, so
+# WARPS = LANES · FEATURES / 256. Larger programs leave more of the GPU idle in their last round.
+LANES, RUN, FEATURES, WARPS = 8, 8, 64, 2
+MOST_REGISTERS = 96  # a thread
 CAREFUL = tl.constexpr(16)  # tokens at once where care is needed
 
 
@@ -41,8 +41,8 @@ def _four_tokens(source, factor, counter, total, features, seed, step, stream, c
 @triton.jit
 def _whole_tile(values, factors, out, first, block, tokens, features, seed, step, stream, call,
                 SIGN: tl.constexpr, TOP: tl.constexpr, LANES: tl.constexpr, RUN: tl.constexpr, FEATURES: tl.constexpr):
-    """Without masks and without care. A thread has eight features of RUN tokens: what it loads and what it writes are
-    16 bytes each, the noise of a counter stays where it was drawn, and only q goes through shared memory."""
+    """Without masks and without care. A thread has eight features of eight tokens: what it loads and what it writes are
+    16 bytes at a time, the noise of a counter stays where it was drawn, and only q goes through shared memory."""
     EIGHTHS: tl.constexpr = FEATURES // 8
     place = tl.arange(0, LANES * EIGHTHS)
     token, eighth = place // EIGHTHS * RUN, block * EIGHTHS + place % EIGHTHS
@@ -53,14 +53,7 @@ def _whole_tile(values, factors, out, first, block, tokens, features, seed, step
     a, total = _four_tokens(source, factor, counter, total, features, seed, step, stream, call, SIGN, TOP)
     b, total = _four_tokens(source + 4 * features, factor, counter + features // 2, total, features,
                             seed, step, stream, call, SIGN, TOP)
-    words = tl.join(a, b)
-    if RUN == 16:
-        c, total = _four_tokens(source + 8 * features, factor, counter + features, total, features,
-                                seed, step, stream, call, SIGN, TOP)
-        d, total = _four_tokens(source + 12 * features, factor, counter + features // 2 * 3, total, features,
-                                seed, step, stream, call, SIGN, TOP)
-        words = tl.join(tl.join(a, c), tl.join(b, d))
-    words = tl.permute(tl.reshape(words, (LANES, FEATURES, RUN // 4)), (1, 0, 2))
+    words = tl.permute(tl.reshape(tl.join(a, b), (LANES, FEATURES, RUN // 4)), (1, 0, 2))
     words = tl.reshape(words, (FEATURES, LANES * RUN // 4)).to(tl.int32, bitcast=True)
     column = (block * FEATURES + tl.arange(0, FEATURES)).to(tl.int64)
     target = out.to(tl.pointer_type(tl.int32), bitcast=True) + first // 4 + column[:, None] * (tokens // 4)
