@@ -226,6 +226,15 @@ def test_the_optimizer_is_a_small_part_of_the_whole(networks):
     assert adamw.optimizer / adamw.total < 0.015
 
 
+def test_tables_of_the_paper_are_of_whole_images(networks):
+    recipe = recipes.find("imagenette-vit-fp")
+    as_trained, by_the_paper = (command.Network.step(one, recipe, "fp32", "7nm")
+                                for one in (command.network(recipe), networks["imagenette-vit"]["Full-Precision"]))
+    assert recipe.patch_dropout > 0
+    assert by_the_paper.optimizer == as_trained.optimizer
+    assert by_the_paper.forward > 1.5 * as_trained.forward
+
+
 # ---------------------------------------------------------------------------------------------------- counters and windows
 
 

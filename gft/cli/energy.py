@@ -83,11 +83,12 @@ def network(recipe: Recipe) -> Network:
 
 
 def networks(table: str) -> dict[str, Network]:
-    """A row's name -> our network, for a table of the paper. Rows that differ in bits alone share one."""
+    """A row's name -> the paper's network, which sees every patch of an image at every step. Rows that differ in bits alone
+    share one."""
     made: dict[str, Network] = {}
     for recipe in tables.recipes_of(table):
         if recipe.quantize not in made:
-            made[recipe.quantize] = network(recipe)
+            made[recipe.quantize] = network(dataclasses.replace(recipe, patch_dropout=0.0))
     return {recipe.row: made[recipe.quantize] for recipe in tables.recipes_of(table)}
 
 
