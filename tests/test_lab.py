@@ -142,6 +142,8 @@ def test_positions_of_waves_tell_neighbours():
     assert not torch.equal(model.positions, ViT(1, 12, 10, patch=2, width=width, depth=1, heads=2).positions)
     with pytest.raises(ValueError, match="width that 4 divides"):
         ViT(1, 12, 10, patch=2, width=6, depth=1, heads=2, positions="waves")
+    with pytest.raises(ValueError, match="positions='circles': choose one of random, waves"):
+        ViT(1, 12, 10, patch=2, width=8, depth=1, heads=2, positions="circles")
 
 
 def test_gpt_sees_no_later_character():

@@ -41,8 +41,8 @@ def _four_tokens(source, factor, counter, total, features, seed, step, stream, c
 @triton.jit
 def _whole_tile(values, factors, out, first, block, tokens, features, seed, step, stream, call,
                 SIGN: tl.constexpr, TOP: tl.constexpr, LANES: tl.constexpr, RUN: tl.constexpr, FEATURES: tl.constexpr):
-    """Without masks and without care. A thread has eight features of eight tokens: what it loads and what it writes are
-    16 bytes at a time, the noise of a counter stays where it was drawn, and only q goes through shared memory."""
+    """Without masks and without care. A thread has eight features of eight tokens: it loads 16 bytes at a time, the
+    noise of a counter stays where it was drawn, and only q goes through shared memory."""
     EIGHTHS: tl.constexpr = FEATURES // 8
     place = tl.arange(0, LANES * EIGHTHS)
     token, eighth = place // EIGHTHS * RUN, block * EIGHTHS + place % EIGHTHS

@@ -7,9 +7,8 @@ on the device where the bytes lie: a whole batch at once, which is cheaper than 
 import dataclasses
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,7 +74,9 @@ class Dataset:
             raise DataError(f"augment={augment!r} needs images and these are flat features; choose augment=none")
         return self._batches(batch, seed, first_step, augment, torch.compile(self.seen) if compiled else self.seen)
 
-    def _batches(self, batch: int, seed: int, step: int, augment: str, whole: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    def _batches(self, batch: int, seed: int, step: int, augment: str,
+                 whole: Callable[..., tuple[Tensor, Tensor]],  # `seen`, for batches that are not short
+                 ) -> Iterator[tuple[Tensor, Tensor]]:
         x, y = self.train
         while True:
             epoch, start = divmod(step, self.per_epoch(batch))

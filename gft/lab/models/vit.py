@@ -29,6 +29,8 @@ class ViT(nn.Module):
         super().__init__()
         if size % patch:
             raise ValueError(f"patch={patch} does not divide the image size {size}; choose one that does")
+        if positions not in POSITIONS:
+            raise ValueError(f"positions={positions!r}: choose one of {', '.join(POSITIONS)}")
         side = size // patch
         patches = side**2
         self.seen_in_training = max(1, round(patches * (1 - patch_dropout)))
