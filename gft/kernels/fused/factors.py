@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gft.kernels.fused.alike import padded, pick
 from gft.kernels.fused.noise import on_device
+from gft.kernels.fused.overlap import launched_early, let_next_begin, overlaps, wait_for_previous
 from gft.kernels.fused.votes import PROGRAMS
 
 # Votes a program squares at once: each of its warps ROWS rows of WIDTH · 128 columns; and how often, at most.
@@ -24,18 +25,20 @@ def _votes(votes, row, column, rows, columns):
 
 @triton.jit(do_not_specialize=["shift"])
 def _squares_kernel(votes, sums, stride, rows, columns, shift, SHIFTED: tl.constexpr, WARPS: tl.constexpr,
-                    ROWS: tl.constexpr, WIDTH: tl.constexpr, TIMES: tl.constexpr):
+                    ROWS: tl.constexpr, WIDTH: tl.constexpr, TIMES: tl.constexpr, OVERLAPS: tl.constexpr):
     """sums: of each layer the total's high and low half, then rows, then columns. Integers are the same in whatever order
     atomics add.
 
     Shaped so that a warp has rows of its own: a column is added up inside a thread until the end, and a row inside a warp.
     """
+    let_next_begin(OVERLAPS)
     votes, sums = pick(votes, tl.program_id(2)), sums + tl.program_id(2) * stride
     column = tl.program_id(1) * (WIDTH * 128) + tl.arange(0, WIDTH)[:, None] * 128 + tl.arange(0, 128)[None, :]
     row = tl.program_id(0).to(tl.int64) * (WARPS * ROWS * TIMES)
     row += tl.arange(0, WARPS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
     by_column = tl.zeros((WARPS, WIDTH, 128), tl.int64)
     coming = _votes(votes, row, column, rows, columns)
+    wait_for_previous(OVERLAPS)  # until the sums are cleared
     for time in range(TIMES):
         vote = coming
         below = row + WARPS * ROWS
@@ -54,8 +57,10 @@ def _squares_kernel(votes, sums, stride, rows, columns, shift, SHIFTED: tl.const
 
 @triton.jit(do_not_specialize=["rows", "columns", "lr", "shift"])
 def _factors_kernel(sums, running, step, squares, factors, stride, rows, columns, lr, worth, clip, shift,
-                    LR_ON_DEVICE: tl.constexpr, RUNNING: tl.constexpr, MOST_HALVINGS: tl.constexpr, BLOCK: tl.constexpr):
+                    LR_ON_DEVICE: tl.constexpr, RUNNING: tl.constexpr, MOST_HALVINGS: tl.constexpr, BLOCK: tl.constexpr,
+                    OVERLAPS: tl.constexpr):
     """squares: the running ones as renewed, of rows, of columns, then of all. factors: of rows, of columns, then the cap."""
+    let_next_begin(OVERLAPS)
     layer = tl.program_id(1)
     sums, squares, factors = sums + layer * stride, squares + layer * stride, factors + layer * stride
     if LR_ON_DEVICE:
@@ -63,6 +68,7 @@ def _factors_kernel(sums, running, step, squares, factors, stride, rows, columns
     gain = tl.full((BLOCK,), lr, tl.float32) * pick(worth, layer)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_row, is_all = place < rows, place == rows + columns
+    wait_for_previous(OVERLAPS)  # until the sums are added up
     high, low = tl.load(sums), tl.load(sums + 1)
     total = (high + (low >> 32)).to(tl.float64) * 4294967296.0 + (low & 0xFFFFFFFF).to(tl.float64)
     total /= (rows.to(tl.int64) * columns).to(tl.float64)
@@ -98,7 +104,10 @@ def factors_of(votes: Sequence[Tensor],  # (rows, columns) of each layer, contig
                lr: float | Tensor, worth: Sequence[float], shift: int, *, clip: float, most_halvings: int,
                running: Sequence[Tensor] | None, step: int | Tensor) -> tuple[Tensor, Tensor]:  # (layers, stride) float32
     """step.rounding_factors of layers that are alike: of each the factors of its rows, of its columns, and the cap; and its
-    squares."""
+    squares.
+
+    Nothing may be launched between what clears `sums` and this: squaring begins while that still goes on.
+    """
     (rows, columns), first, stride = votes[0].shape, votes[0], stride_of(*votes[0].shape)
     factors, squares = torch.empty(2, len(votes), stride, dtype=torch.float32, device=first.device).unbind()
     # A program that goes on to the rows below saves atomics; but all of the GPU should have work.
@@ -106,24 +115,26 @@ def factors_of(votes: Sequence[Tensor],  # (rows, columns) of each layer, contig
     times = len(votes) * first.numel() // (PROGRAMS * at_once[0] * at_once[1])
     times = 1 << min(max(times, 1), MOST_TIMES).bit_length() - 1
     grid = triton.cdiv(rows, at_once[0] * times), triton.cdiv(columns, at_once[1]), len(votes)
+    early = overlaps(first)
     with torch.cuda.device_of(first):
         _squares_kernel[grid](padded(votes), sums, stride, rows, columns, shift,
                               SHIFTED=shift > 0 or first.dtype is torch.int64, WARPS=SQUARES_WARPS, ROWS=SQUARES_ROWS,
-                              WIDTH=SQUARES_WIDTH, TIMES=times, num_warps=SQUARES_WARPS)
+                              WIDTH=SQUARES_WIDTH, TIMES=times, OVERLAPS=early, num_warps=SQUARES_WARPS,
+                              **launched_early(early))
         _factors_kernel[(triton.cdiv(rows + columns + 1, FACTORS_BLOCK), len(votes))](
             sums, (squares,) if running is None else padded(running), on_device(step, first), squares, factors, stride, rows,
             columns, on_device(lr, first) if isinstance(lr, Tensor) else lr, padded(worth), clip, shift,
             LR_ON_DEVICE=isinstance(lr, Tensor), RUNNING=running is not None, MOST_HALVINGS=most_halvings,
-            BLOCK=FACTORS_BLOCK)
+            BLOCK=FACTORS_BLOCK, OVERLAPS=early, **launched_early(early))
     return factors, squares
 
 
 def rounding_factors(votes: Tensor, lr: float | Tensor, worth: float, shift: int, *, clip: float, most_halvings: int,
                      running: Tensor | None, step: int | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """step.rounding_factors: (out, 1) and (1, in) float32, the cap, and the squares. `worth` must be a float32."""
-    rows, columns = votes.shape
+    votes, (rows, columns) = votes.contiguous(), votes.shape
     sums = torch.zeros(stride_of(rows, columns), dtype=torch.int64, device=votes.device)
-    factors, squares = factors_of([votes.contiguous()], sums, lr, [worth], shift, clip=clip, most_halvings=most_halvings,
+    factors, squares = factors_of([votes], sums, lr, [worth], shift, clip=clip, most_halvings=most_halvings,
                                   running=None if running is None else [running], step=step)
     row, column, cap = factors[0, : rows + columns + 1].split([rows, columns, 1])
     return row[:, None], column[None, :], cap[0], squares[0, : rows + columns + 1]

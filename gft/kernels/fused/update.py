@@ -14,6 +14,7 @@ from torch import Tensor
 from gft.kernels.fused.alike import Layer, by_eights, padded, pick, shared_launches
 from gft.kernels.fused.factors import factors_of, stride_of
 from gft.kernels.fused.noise import STREAM, load_eights, noise16, noise16_by_eights, on_device
+from gft.kernels.fused.overlap import launched_early, overlaps, wait_for_previous
 
 # A thread moves RUN times eight weights. Its program takes 128 eighths of a row where that leaves no more threads idle at a
 # row's end than 16 eighths do, and as many rows as it then has threads for; both keep factors and words in their threads.
@@ -63,7 +64,8 @@ def _fields_set(word, WIDTH: tl.constexpr):
 def _move_kernel(stored, votes, stream, row_factor, column_factor, cap, least, largest, flips, stride, rows, columns,
                  bytes_a_row, quiet, p_min, follow, seed, step, call,
                  TOPK: tl.constexpr, BY_EIGHTS: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr, WIDTH: tl.constexpr,
-                 TOP_LEVEL: tl.constexpr, MEMORY_BITS: tl.constexpr, ROWS: tl.constexpr, EIGHTHS: tl.constexpr):
+                 TOP_LEVEL: tl.constexpr, MEMORY_BITS: tl.constexpr, ROWS: tl.constexpr, EIGHTHS: tl.constexpr,
+                 OVERLAPS: tl.constexpr):
     """A thread has eight weights side by side: one counter of noise, and one word of WIDTH bytes.
 
     BY_EIGHTS: no row ends inside a word. EVEN: and none inside a program.
@@ -106,6 +108,7 @@ def _move_kernel(stored, votes, stream, row_factor, column_factor, cap, least, l
     word = (word ^ 128 * ONES) + HALF * ONES
     shift = WIDTH * tl.arange(0, 8)[None, :]
     old = (word[:, None] >> shift & ((1 << WIDTH) - 1)).to(tl.int32)
+    wait_for_previous(OVERLAPS)  # until the factors are there; votes and weights have been all along
     if TOPK:
         new = _moved(old, vote, noise, 0.0, 0.0, 0.0, 0, follow, tl.load(least), tl.load(largest), p_min,
                      TOPK, LOWEST, HIGHEST, MEMORY_BITS)
@@ -150,7 +153,8 @@ def _move(stored: Sequence[Tensor], votes: Sequence[Tensor], stream: Sequence[in
           stride: int,  # from there to those of the next
           least: Tensor | None = None, largest: Tensor | None = None,
           *, packed_width: int, top_level: int, memory_bits: int, quiet: float, p_min: int = 0, follow: int,
-          seed: int, step: int | Tensor, call: int) -> None:
+          seed: int, step: int | Tensor, call: int,
+          early: bool = False) -> None:  # nothing was launched since factors_of
     """Move layers that are alike, in one launch."""
     first, bytes_a_row, (rows, columns) = stored[0], stored[0].shape[1], votes[0].shape
     in_words = by_eights(first, columns)
@@ -169,7 +173,8 @@ def _move(stored: Sequence[Tensor], votes: Sequence[Tensor], stream: Sequence[in
             padded(stored), padded(votes), padded(numbers), *used, flips, stride, rows, columns, bytes_a_row, quiet, p_min,
             follow, seed, on_device(step, first), call,
             TOPK=least is not None, BY_EIGHTS=in_words, EVEN=even, PACKED=packed_width > 0, WIDTH=packed_width or 8,
-            TOP_LEVEL=top_level, MEMORY_BITS=memory_bits, ROWS=rows_at_once, EIGHTHS=eighths, num_warps=MOVE_WARPS)
+            TOP_LEVEL=top_level, MEMORY_BITS=memory_bits, ROWS=rows_at_once, EIGHTHS=eighths, OVERLAPS=early,
+            num_warps=MOVE_WARPS, **launched_early(early))
     torch.autograd.graph.increment_version(stored)  # autograd does not see what a kernel writes
 
 
@@ -226,6 +231,6 @@ def round_together(layers: Sequence[Layer],  # all on one device
         flips = some_sums.view(-1, stride)[:, rows + columns + 2]
         _move(stored, votes, stream, factors, factors[:, rows:], factors[:, rows + columns], flips, stride,
               packed_width=first.packed_width, top_level=first.top_level, memory_bits=first.memory_bits, quiet=first.quiet,
-              follow=follow, seed=seed, step=step, call=call)
+              follow=follow, seed=seed, step=step, call=call, early=overlaps(first.votes))
         told.update(zip(numbers, map(Rounded, squares[:, : rows + columns + 1], flips), strict=True))
     return [told[number] for number in range(len(layers))]
