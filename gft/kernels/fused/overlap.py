@@ -5,8 +5,8 @@ From compute capability 9 on a kernel can be launched so that its programs start
 `let_next_begin` or ended. They do what does not depend on it, then `wait_for_previous` until it has ended and all it wrote
 can be seen (CUDA calls this programmatic dependent launch). Elsewhere, and in Triton's interpreter, one follows the other.
 
-What a kernel reads before it waits must have been there before the *previous* kernel began, and that one must not have been
-let in early itself, or have waited likewise.
+What a kernel reads before it waits must have been there before the last kernel of the stream that was launched in the usual
+way: that one began when all before it had ended, those in between began early.
 """
 
 from functools import cache
