@@ -120,15 +120,32 @@ def test_vit_leaves_patches_out_in_training_alone():
     assert not torch.equal(first, whole(x))
     assert torch.equal(model.eval()(x), whole.eval()(x))
     assert seen == [5, 5, 17, 17, 17]  # 4 of 16 patches, and the class token
-    tokens = torch.arange(12.0).view(2, 6, 1)
-    some = vit.some_tokens(tokens, 4)
-    assert all(len(set(row.flatten().tolist()) & set(all_of.flatten().tolist())) == 4
-               for row, all_of in zip(some, tokens, strict=True))
+    some = vit.some_of(6, 4, torch.zeros(5, 1, 1, 1))
+    assert some.shape == (5, 4)
+    assert all(len(set(row)) == 4 and set(row) <= set(range(6)) for row in some.tolist())
+
+
+def test_patches_are_cut_where_a_convolution_would_see_them(monkeypatch):
+    torch.manual_seed(0)
+    model = ViT(2, 6, 10, patch=2, width=8, depth=0, heads=2, patch_dropout=0.5)
+    convolution = torch.nn.Conv2d(2, 8, 2, 2)
+    convolution.load_state_dict({"weight": model.patches.weight.view(8, 2, 2, 2), "bias": model.patches.bias})
+    seen = torch.tensor([[7, 0, 3, 5], [8, 2, 1, 4]])
+    monkeypatch.setattr(vit, "some_of", lambda *_: seen)
+    tokens = []
+    model.dropout.register_forward_pre_hook(lambda module, inputs: tokens.append(inputs[0][:, 1:]))
+    images = torch.randn(2, 6, 6, 2).permute(0, 3, 1, 2)  # channels last in memory
+    model(images)
+    model.eval()(images)
+    some, whole = tokens
+    torch.testing.assert_close(whole, convolution(images).flatten(2).transpose(1, 2) + model.positions[:, 1:])
+    torch.testing.assert_close(some, torch.stack([row[places] for row, places in zip(whole, seen, strict=True)]))
 
 
 def test_last_steps_see_whole_images(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(vit, "some_tokens", lambda x, count: seen.append(count) or x[:, :count])
+    some_of = vit.some_of
+    monkeypatch.setattr(vit, "some_of", lambda patches, count, images: seen.append(count) or some_of(patches, count, images))
     recipe = small("mnist-vit-hybrid2-4bit", "data=digits-images", "patch_dropout=0.75", "whole_images=0.4", "steps=5",
                    "batch=8", "eval_every=5", "patch=2", "depth=1")
     assert recipe.whole_images_from == 3

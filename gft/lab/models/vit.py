@@ -32,10 +32,10 @@ class ViT(nn.Module):
             raise ValueError(f"patch={patch} does not divide the image size {size}; choose one that does")
         if positions not in POSITIONS:
             raise ValueError(f"positions={positions!r}: choose one of {', '.join(POSITIONS)}")
-        side = size // patch
+        self.side = side = size // patch
         patches = side**2
         self.seen_in_training = max(1, round(patches * (1 - patch_dropout)))
-        self.patches = nn.Conv2d(channels, width, patch, patch)
+        self.patches = nn.Linear(channels * patch**2, width)
         self.class_token = nn.Parameter(torch.zeros(1, 1, width))
         start = torch.randn(1, patches + 1, width) * POSITIONS_RMS
         if positions == "waves":
@@ -46,7 +46,7 @@ class ViT(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, classes)
         for module in self.modules():
-            if isinstance(module, nn.Linear):
+            if isinstance(module, nn.Linear) and module is not self.patches:  # they keep torch's own start
                 nn.init.xavier_uniform_(module.weight)
                 nn.init.zeros_(module.bias)
         nn.init.zeros_(self.head.weight)  # every class equally likely at first
@@ -59,14 +59,30 @@ class ViT(nn.Module):
         return had_left_out
 
     def forward(self, images: Tensor) -> Tensor:
-        x = self.patches(images).flatten(2).transpose(1, 2) + self.positions[:, 1:]
-        if self.training and self.seen_in_training < x.shape[1]:
-            x = some_tokens(x, self.seen_in_training)
+        cut, places = in_patches(images, self.side), self.positions[0, 1:]
+        if self.training and self.seen_in_training < len(places):
+            seen = some_of(len(places), self.seen_in_training, images)
+            image = torch.arange(len(images), device=images.device)[:, None]
+            x, places = cut[image, seen // self.side, seen % self.side], places[seen]  # the others are not even read
+        else:
+            x = cut.flatten(1, 2)
+        x = self.patches(x.flatten(2)) + places
         first = self.class_token + self.positions[:, :1]
         x = self.dropout(torch.cat([first.expand(len(x), -1, -1), x], 1))
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x[:, 0]))
+
+
+def in_patches(images: Tensor,  # (batch, channels, size, size)
+               side: int) -> Tensor:  # (batch, side, side, channels, patch, patch)
+    """The same memory, seen as patches."""
+    return images.unflatten(3, (side, -1)).unflatten(2, (side, -1)).permute(0, 2, 4, 1, 3, 5)
+
+
+def some_of(patches: int, count: int, images: Tensor) -> Tensor:  # (batch, count) int64
+    """Which patches of each image are seen, chosen at random."""
+    return torch.rand(len(images), patches, device=images.device).argsort(1)[:, :count]
 
 
 def waves(side: int, width: int) -> Tensor:  # (side², width)
@@ -80,10 +96,3 @@ def waves(side: int, width: int) -> Tensor:  # (side², width)
     angle = torch.arange(side)[:, None] * speed  # (side, width / 4)
     along = torch.cat([angle.sin(), angle.cos()], 1)  # (side, width / 2)
     return POSITIONS_RMS * math.sqrt(2) * torch.cat([along.repeat(side, 1), along.repeat_interleave(side, 0)], 1)
-
-
-def some_tokens(x: Tensor,  # (batch, tokens, width)
-                count: int) -> Tensor:  # (batch, count, width)
-    """As many tokens of each sequence, chosen at random."""
-    chosen = torch.rand(x.shape[:2], device=x.device).argsort(1)[:, :count]
-    return x.gather(1, chosen[:, :, None].expand(-1, -1, x.shape[2]))
