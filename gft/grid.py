@@ -3,13 +3,15 @@
 A weight of `bits` bits is one of the 2I+1 levels -I..I with I = 2^(bits-1) - 1 (paper, Section 4): ternary at
 2 bits, -7..7 at 4. It is stored in one of two forms, and the dtype says which:
 
-    packed   uint8 (rows, bytes): levels + I in fields of 2, 4 or 8 bits, several a byte     0.25 / 0.5 / 1 B a weight
+    packed   uint8 (rows, bytes): levels + I in fields of 2, 4 or 8 bits, several a byte; a
+             bit the level does not need (one at 3 bits) counts fractions of a level         0.25 / 0.5 / 1 B a weight
     memory   int8  (rows, columns): the level in the high bits; in the 8 - bits low bits how
              far votes have carried the weight away from it, up to one level either way      1 B a weight
 
 Both are read and written as `values`, int8 numbers. With m low bits, value = level · 2^m + rest, -2^(m-1) <= rest <
 2^(m-1), and the votes have carried the weight to level + rest / 2^(m-1). The forward pass multiplies by the level alone,
-`values_to_levels(values, m)`, and a fixed float `scale`.
+`values_to_levels(values, m)`, and a fixed float `scale`. Packed values with m spare bits are of the same kind, but the
+weight is at (value + 1/2) / 2^m: its level is simply the nearest.
 """
 
 from collections.abc import Callable
@@ -56,15 +58,27 @@ def packed_columns(columns: int, bits: int) -> int:
 def pack(levels: Tensor,  # (..., columns) any integer type, each in -I..I
          bits: int) -> Tensor:  # (..., packed_columns) uint8
     """Store levels + I, the first level of a byte in its lowest bits; a short last byte is filled with zero bits."""
-    width = field_bits(bits)
-    if levels.is_cuda and levels.dim() == 2 and levels.dtype is torch.int8 and (kernel := kernels.twin_of(levels)):
-        return kernel.pack(levels, width, largest_level(bits))
-    codes = (levels + largest_level(bits)).to(torch.uint8)
+    return pack_fields(levels, field_bits(bits), largest_level(bits))
+
+
+def unpack(packed: Tensor,  # (..., packed_columns) uint8
+           bits: int,
+           columns: int) -> Tensor:  # (..., columns) int8
+    """The inverse of `pack`."""
+    return unpack_fields(packed, field_bits(bits), largest_level(bits), columns)
+
+
+def pack_fields(numbers: Tensor,  # (..., columns) any integer type
+                width: int,
+                offset: int) -> Tensor:  # (..., bytes) uint8
+    """Store numbers + offset in fields of `width` bits."""
+    if numbers.is_cuda and numbers.dim() == 2 and numbers.dtype is torch.int8 and (kernel := kernels.twin_of(numbers)):
+        return kernel.pack(numbers, width, offset)
+    codes = (numbers.to(torch.int16) + offset).to(torch.uint8)
     if width == 8:
         return codes.contiguous()
     per_byte = 8 // width
-    columns = levels.shape[-1]
-    missing = packed_columns(columns, bits) * per_byte - columns
+    missing = -numbers.shape[-1] % per_byte
     if missing:
         codes = torch.nn.functional.pad(codes, (0, missing))
     # Strided views rather than a reshape to (..., bytes, per_byte): elementwise on views is several times faster.
@@ -74,20 +88,20 @@ def pack(levels: Tensor,  # (..., columns) any integer type, each in -I..I
     return packed
 
 
-def unpack(packed: Tensor,  # (..., packed_columns) uint8
-           bits: int,
-           columns: int) -> Tensor:  # (..., columns) int8
-    """The inverse of `pack`."""
-    width, largest = field_bits(bits), largest_level(bits)
+def unpack_fields(packed: Tensor,  # (..., bytes) uint8
+                  width: int,
+                  offset: int,
+                  columns: int) -> Tensor:  # (..., columns) int8
+    """The inverse of `pack_fields`."""
     if packed.is_cuda and packed.dim() == 2 and (kernel := kernels.twin_of(packed)):
-        return kernel.float_levels(packed, columns, torch.int8, packed_width=width, top_level=largest, memory_bits=0)
+        return kernel.float_levels(packed, columns, torch.int8, packed_width=width, top_level=offset, memory_bits=0)
     if width == 8:
-        return (packed.to(torch.int16) - largest).to(torch.int8)
+        return (packed.to(torch.int16) - offset).to(torch.int8)
     per_byte, mask = 8 // width, 2**width - 1
-    levels = torch.empty(*packed.shape[:-1], packed.shape[-1] * per_byte, dtype=torch.int8, device=packed.device)
+    numbers = torch.empty(*packed.shape[:-1], packed.shape[-1] * per_byte, dtype=torch.int8, device=packed.device)
     for place in range(per_byte):
-        levels[..., place::per_byte] = ((packed >> (width * place)) & mask).to(torch.int8) - largest
-    return levels[..., :columns]
+        numbers[..., place::per_byte] = ((packed >> (width * place)) & mask).to(torch.int8) - offset
+    return numbers[..., :columns]
 
 
 def values_to_levels(values: Tensor,  # int8
@@ -116,32 +130,52 @@ class Grid:
         return 8 - self.bits if self.memory and self.bits <= 6 else 0
 
     @property
+    def spare_bits(self) -> int:
+        """Bits of a packed field that its level does not need: 1 at 3 bits, 3 to 1 at 5 to 7."""
+        return 0 if self.memory else field_bits(self.bits) - self.bits
+
+    @property
     def unit(self) -> int:
         """How far apart the stored values of two levels are."""
-        return 1 << self.memory_bits
+        return 1 << (self.memory_bits or self.spare_bits)
 
     @property
     def resolution(self) -> int:
-        """A move is counted in 1/resolution of a level: the rest reaches a whole level either way."""
-        return max(self.unit // 2, 1)
+        """A move is counted in 1/resolution of a level. With memory the rest reaches a whole level either way, in spare bits
+        half of one."""
+        return max(self.unit // 2, 1) if self.memory else self.unit
 
     @property
     def limit(self) -> int:
-        """The largest stored value: I levels."""
-        return largest_level(self.bits) * self.unit
+        """The largest stored value: I levels; with spare bits also what rounds to them."""
+        return largest_level(self.bits) * self.unit + max((1 << self.spare_bits) // 2 - 1, 0)
+
+    @property
+    def skew(self) -> int:
+        """How much farther down than up values reach: with spare bits a value stands for what lies between it and the next,
+        so that -1 is as far below the middle of level 0 as 0 is above it."""
+        return min(self.spare_bits, 1)
 
     @property
     def form(self) -> dict[str, int]:
         """How the matrix is stored, in the words of the kernels."""
         return {"packed_width": 0 if self.memory else field_bits(self.bits), "top_level": largest_level(self.bits),
-                "memory_bits": self.memory_bits}
+                "memory_bits": self.memory_bits, "spare_bits": self.spare_bits}
 
     def store(self, levels: Tensor) -> Tensor:
-        """(rows, columns) levels -> what the parameter holds, with nothing remembered."""
-        return self.from_values((levels * self.unit).to(torch.int8))
+        """(rows, columns) levels -> what the parameter holds, with nothing remembered: spare bits are just above or just
+        below the middle of the level, as on a chessboard."""
+        values = levels * self.unit
+        if self.spare_bits:
+            row, column = (torch.arange(size, device=levels.device) for size in values.shape)
+            values = values - (row[:, None] + column) % 2
+        return self.from_values(values.to(torch.int8))
 
     def store_nearest(self, positions: Tensor) -> Tensor:
-        """(rows, columns) floats, in levels -> the nearest levels, and what they leave over where there is memory."""
+        """(rows, columns) floats, in levels -> the nearest levels, and what they leave over where there is room for it."""
+        if self.spare_bits:
+            values = (positions * self.unit).floor().clamp(-self.limit - self.skew, self.limit)
+            return self.from_values(values.to(torch.int8))
         largest = largest_level(self.bits)
         positions = positions.clamp(-largest, largest)
         levels = positions.round()
@@ -150,14 +184,14 @@ class Grid:
 
     def values(self, stored: Tensor) -> Tensor:
         """What the parameter holds, or some rows of it -> int8 values."""
-        return stored if self.memory else unpack(stored, self.bits, self.columns)
+        return stored if self.memory else unpack_fields(stored, field_bits(self.bits), self.limit + self.skew, self.columns)
 
     def from_values(self, values: Tensor) -> Tensor:
-        return values if self.memory else pack(values, self.bits)
+        return values if self.memory else pack_fields(values, field_bits(self.bits), self.limit + self.skew)
 
     def value_levels(self, values: Tensor) -> Tensor:
-        """The levels of stored values, whatever their memory holds."""
-        return values_to_levels(values, self.memory_bits)
+        """The levels of stored values, whatever else they hold."""
+        return values_to_levels(values, self.memory_bits or self.spare_bits)
 
     def levels(self, stored: Tensor) -> Tensor:
         """(rows, columns) int8 levels, as the forward pass uses them."""

@@ -21,7 +21,7 @@ from torch.nn.modules.utils import _pair
 from torch.nn.utils import skip_init
 
 from gft import grid, kernels
-from gft.grid import STARTS, Grid, scale_of
+from gft.grid import STARTS, Grid, scale_of, unpack
 from gft.product import Product, number_of
 from gft.vote import Ballot
 
@@ -167,7 +167,8 @@ class _QuantLayer(nn.Module):
 
     def get_extra_state(self) -> Tensor:
         """The form of the weight, so that 2-bit numbers are never read as 4-bit ones."""
-        return torch.tensor([self.bits, int(self.memory)], dtype=torch.uint8)
+        spare = [self.grid.spare_bits] if self.grid.spare_bits else []
+        return torch.tensor([self.bits, int(self.memory), *spare], dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor) -> None:
         pass  # checked in _load_from_state_dict, before anything is copied
@@ -180,8 +181,12 @@ class _QuantLayer(nn.Module):
                 f"{name}: the state_dict holds a {stored.dtype} weight, this layer stores {self.weight.dtype}; load "
                 "float weights into the float model and call gft.quantize_ after, or build the layer with the same memory")
         form = state_dict.get(prefix + "_extra_state")
+        if form is not None and form.tolist() == [self.bits, 0] and self.grid.spare_bits and stored is not None:
+            # Of a time when spare bits were left unused.
+            stored = self.grid.store(unpack(stored, self.bits, self.grid.columns))
+            state_dict[prefix + "weight"], form = stored, self.get_extra_state()
         if form is not None and form.tolist() != self.get_extra_state().tolist():
-            bits, memory = form.tolist()
+            bits, memory, *_ = form.tolist()
             raise ValueError(f"{name}: the state_dict holds {bits}-bit weights with memory={bool(memory)}, this layer has "
                              f"bits={self.bits}, memory={self.memory}; build it the same way")
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -192,7 +197,7 @@ class QuantLinear(_QuantLayer):
 
     bits: 2 (ternary) to 8. Fewer bits, less memory and a coarser weight.
     memory: True keeps unspent votes in the rest of a byte a weight (1 B a weight, trains best). False packs the levels
-        (0.25 B at 2 bits, 0.5 B at 3 and 4) and keeps nothing else.
+        (0.25 B at 2 bits, 0.5 B at 3 and 4, where the bit that 3 leave over counts half levels) and keeps nothing else.
     init: "variance" draws the levels of a Gaussian of deviation 1/sqrt(in_features); "paper" 90 % zeros, 10 % ±1.
     """
 

@@ -52,9 +52,9 @@ class GFT(Optimizer):
     inertia: For rule "rounding" with memory: the share of levels that wait in a step before they follow where their votes
         have carried them. It does what momentum does, without its state. At 0 every level follows at once and large
         networks are held to small lr; near 1 levels lag far behind; 1 would never move. Weights without memory have none.
-    quorum: For rule "rounding" without memory: votes below quorum · a(bits) rms are not heard, where a is the spacing of the
-        grid (1.22 at 2 bits, 0.35 at 4). At 0 all are, and at 2 bits noise moves more weights than the votes' mean does;
-        at 3 and more hardly any is.
+    quorum: For rule "rounding" without memory: votes below quorum · a rms are not heard, where a is the spacing of the grid
+        that values move on (1.22 at 2 bits, 0.35 at 4, and at 3, where they move by halves). At 0 all are, and at 2 bits
+        noise moves more weights than the votes' mean does; at 3 and more hardly any is.
     p_min: topk's least chance of a chosen weight to move. At 0 the weakest candidates never move; at 1 every candidate
         moves each step and training never settles.
     seed: of all random numbers; equal seeds, votes and steps give equal weights on every device.
@@ -340,11 +340,11 @@ def move(weight: Tensor, ballot: Ballot, call: int, *, lr: float | Tensor, rule:
         old = grid.values(weight[rows])
         noise = noise16(old.numel(), **stream, offset=start * grid.columns, device=weight.device).view_as(old)
         if bounds is not None:
-            new = rules.topk(old, votes[rows], noise, bounds, p_min, grid.unit, grid.limit)
+            new = rules.topk(old, votes[rows], noise, bounds, p_min, grid.unit, grid.limit, grid.skew)
         else:
             assert factors is not None
             some = factors._replace(row=factors.row[rows])
-            new = rules.rounding(old, votes[rows], noise, some, grid.limit, grid.memory_bits, follow)
+            new = rules.rounding(old, votes[rows], noise, some, grid.limit, grid.memory_bits, follow, grid.skew)
         ballot.flips += (grid.value_levels(new) != grid.value_levels(old)).sum()
         weight[rows] = grid.from_values(new)
 
@@ -358,7 +358,10 @@ def _pace(weight: Any, quorum: float) -> tuple[float, float]:
     """The rms move of a weight at lr = 1, in levels, and how many rms its votes must exceed to be heard."""
     grid: Grid = weight.grid
     levels = rules.levels_a_step(weight.read_scale(), grid.bits, grid.columns)
-    return (levels, 0.0) if grid.memory_bits else (levels * rules.WITHOUT_MEMORY, rules.quorum_of(quorum, grid.bits))
+    if grid.memory_bits:
+        return levels, 0.0
+    moved_on = grid.bits + grid.spare_bits  # values are finer than levels where bits are to spare
+    return levels * rules.WITHOUT_MEMORY, rules.quorum_of(quorum, moved_on)
 
 
 def _keep_squares(grid: Grid, ballot: Ballot, squares: Tensor) -> None:

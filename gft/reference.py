@@ -156,17 +156,25 @@ def rounding_moves(beta: Matrix, lr: float, squares: list[float] | None = None) 
 
 
 def rounding(values: Matrix, beta: Matrix, noise: Matrix, *, lr: float, memory_bits: int, largest: int,
-             follow: int = 256, quorum: float = 0.0) -> Matrix:
+             follow: int = 256, quorum: float = 0.0, spare_bits: int = 0) -> Matrix:
     """w <- clip(stochastic_round(w - lr · heard(u)), -I, I); with memory `remembered` says what becomes of a stored value.
+    With spare bits w is counted in 1/2^spare_bits of a level and may be anything that rounds to one.
     `lr` here is what a u of 1 is worth where all is heard."""
-    resolution = 2 ** (memory_bits - 1) if memory_bits else 1
+    resolution = 2 ** (memory_bits - 1) if memory_bits else 2**spare_bits
     moves = [[stochastic_round(Fraction(int(heard(move, lr * quorum) * resolution * 2**16), 2**16), n)
               for move, n in zip(*lines, strict=True)] for lines in zip(rounding_moves(beta, lr), noise, strict=True)]
     if not memory_bits:
-        return [[clip(w - move, -largest, largest) for w, move in zip(*lines, strict=True)]
+        lowest, highest = (-largest, largest) if not spare_bits else values_of_levels(largest, spare_bits)
+        return [[clip(w - move, lowest, highest) for w, move in zip(*lines, strict=True)]
                 for lines in zip(values, moves, strict=True)]
     return [[remembered(value, move, n % 256 < follow, memory_bits, largest)
              for value, move, n in zip(*lines, strict=True)] for lines in zip(values, moves, noise, strict=True)]
+
+
+def values_of_levels(largest: int, spare_bits: int) -> tuple[int, int]:
+    """The least and the largest w for which floor(w / 2^spare_bits + 1/2) is a level from -largest to largest."""
+    some = [w for w in range(-300, 300) if -largest <= (Fraction(w, 2**spare_bits) + Fraction(1, 2)).__floor__() <= largest]
+    return some[0], some[-1]
 
 
 def heard(move: float, unheard: float) -> float:

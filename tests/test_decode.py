@@ -5,7 +5,7 @@ import torch
 
 import gft
 from gft import kernels
-from gft.grid import Grid, field_bits, largest_level
+from gft.grid import Grid, largest_level
 from gft.lab import generate
 from gft.lab.bench import decode as bench
 from gft.lab.models import GPT
@@ -31,15 +31,12 @@ CASES = [pytest.param((3, 65), 1, torch.float32, id="odd-1-float32"),
 
 def stored_matrix(shape, bits, memory):
     """A grid, and a matrix of every value that can be stored."""
-    grid, top = Grid(bits, *shape, memory), largest_level(bits)
-    if memory:
-        return grid, torch.randint(-grid.limit, grid.limit + 1, shape, dtype=torch.int8)
-    return grid, grid.store(torch.randint(-top, top + 1, shape))
+    grid = Grid(bits, *shape, memory)
+    return grid, grid.from_values(torch.randint(-grid.limit - grid.skew, grid.limit + 1, shape, dtype=torch.int8))
 
 
 def assert_is_the_product(x, grid, stored, **options):
-    got = decode.product(x.to(DEVICE), stored.to(DEVICE), 0.37, packed_width=0 if grid.memory else field_bits(grid.bits),
-                         top_level=largest_level(grid.bits), memory_bits=grid.memory_bits, **options)
+    got = decode.product(x.to(DEVICE), stored.to(DEVICE), 0.37, **grid.form, **options)
     assert got.dtype is x.dtype
     levels = grid.levels(stored).double()
     expected = 0.37 * x.double() @ levels.t()
@@ -109,8 +106,7 @@ def test_rows_with_what_is_no_number_are_nan_and_others_are_not_touched(n, wrong
 def test_rows_of_zeros_give_zeros(n, memory):
     grid, stored = stored_matrix((33, 72), 4, memory)
     x = torch.zeros(n, 72).bfloat16()
-    got = decode.product(x.to(DEVICE), stored.to(DEVICE), 0.37, packed_width=0 if memory else 4, top_level=7,
-                         memory_bits=grid.memory_bits)
+    got = decode.product(x.to(DEVICE), stored.to(DEVICE), 0.37, **grid.form)
     assert not got.any()
 
 

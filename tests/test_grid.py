@@ -78,7 +78,10 @@ def test_grid_stores_and_reads_back_all_levels(shape, bits, memory):
     assert tuple(stored.shape) == (shape[0], -(-shape[1] // a_byte))
     assert torch.equal(kept.levels(stored), levels)
     assert torch.equal(kept.from_values(kept.values(stored)), stored)
-    assert int(kept.values(stored).abs().max()) == kept.limit
+    values = kept.values(stored)
+    assert -kept.limit - kept.skew <= int(values.min())
+    assert int(values.max()) <= kept.limit
+    assert torch.equal(kept.value_levels(values), levels)
 
 
 @pytest.mark.parametrize(("bits", "memory", "bytes_a_weight"),
@@ -97,6 +100,17 @@ def test_values_to_levels_is_the_nearest_level(bits):
     assert grid.values_to_levels(values, kept.memory_bits).dtype == torch.int8
 
 
+@pytest.mark.parametrize(("bits", "values"), [(3, 14), (5, 31 * 8), (6, 63 * 4), (7, 254)])
+def test_spare_bits_serve_every_level_alike(bits, values):
+    kept = Grid(bits, 1, values, memory=False)
+    every = torch.arange(-kept.limit - kept.skew, kept.limit + 1)
+    assert len(every) == values
+    levels = kept.value_levels(every.to(torch.int8))
+    assert levels.unique(return_counts=True)[1].tolist() == [kept.unit] * (2**bits - 1)
+    assert torch.equal(kept.value_levels((-1 - every).to(torch.int8)), -levels)  # a mirrored value is of the mirrored level
+    assert torch.equal(kept.values(kept.from_values(every.to(torch.int8)[None])), every.to(torch.int8)[None])
+
+
 @pytest.mark.parametrize("bits", [2, 3, 4, 6, 7], ids="{}bit".format)
 @both_forms
 def test_store_nearest_keeps_level_and_rest(bits, memory):
@@ -109,6 +123,10 @@ def test_store_nearest_keeps_level_and_rest(bits, memory):
     if kept.memory_bits:
         rest = (kept.values(stored).float() - inside.round() * kept.unit) / kept.resolution
         assert float((inside.round() + rest - inside).abs().max()) <= 0.5 / kept.resolution
+    elif kept.spare_bits:
+        fine = (kept.values(stored).float() + 0.5) / kept.unit
+        reach = largest + 0.5 - 0.5 / kept.unit
+        assert float((fine - positions.clamp(-reach, reach)).abs().max()) <= 0.5001 / kept.unit
     else:
         assert torch.equal(stored, kept.store(inside.round().to(torch.int8)))
 

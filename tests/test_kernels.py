@@ -81,17 +81,16 @@ def test_move_kernel_equals_definition(twin, shape, bits, memory, rule, dtype):
         shift = step.square_shift(int(votes.abs().max()), *shape)
         factors, _ = step._factors(votes, 0.5, grid.resolution * 65536.0, shift)
         factors = factors._replace(quiet=0 if grid.memory_bits else 0.07)
-        new = step.rounding(old, votes, noise, factors, grid.limit, grid.memory_bits, follow=90)
+        new = step.rounding(old, votes, noise, factors, grid.limit, grid.memory_bits, 90, grid.skew)
         settings = factors._asdict() | {"row": factors.row.to(device), "column": factors.column.to(device)}
     else:
         bounds = step.topk_bounds(votes, 0.35)
         assert bounds is not None
-        new = step.topk(old, votes, noise, bounds, 0.02, grid.unit, grid.limit)
+        new = step.topk(old, votes, noise, bounds, 0.02, grid.unit, grid.limit, grid.skew)
         settings = step.topk_bounds(votes.to(device), 0.35)._asdict() | {"p_min": step.least_chance(0.02)}  # type: ignore[union-attr]
     moved = stored.clone().to(device)
     flips = torch.zeros((), dtype=torch.int64, device=device)
-    kernel.move(moved, votes.to(device), shape[1], flips, packed_width=0 if memory else field_bits(bits), top_level=top,
-                       memory_bits=grid.memory_bits, follow=90, **settings, **STREAM)
+    kernel.move(moved, votes.to(device), shape[1], flips, follow=90, **grid.form, **settings, **STREAM)
     assert torch.equal(moved.cpu(), grid.from_values(new))
     assert int(flips) == int((grid.value_levels(new) != grid.value_levels(old)).sum())
     assert not torch.equal(new, old)
@@ -300,10 +299,10 @@ def test_sequence_votes_kernel_equals_definition(fused, sequences, sequence, sha
 def test_levels_kernel_equals_definition(fused, bits, memory, dtype):
     grid, top = Grid(bits, 37, 131, memory), largest_level(bits)
     levels = torch.randint(-top, top + 1, (37, 131), generator=torch.Generator().manual_seed(2))
-    rest = torch.randint(-(grid.unit // 2), max(grid.unit // 2, 1), (37, 131)) if memory else 0
-    stored = grid.from_values((levels * grid.unit + rest).clamp(-128, 127).to(torch.int8)) if memory else grid.store(levels)
-    got = fused.float_levels(stored.to(DEVICE), 131, dtype, packed_width=0 if memory else field_bits(bits), top_level=top,
-                             memory_bits=grid.memory_bits)
+    rest = torch.randint(-(grid.unit // 2), max(grid.unit // 2, 1), (37, 131))
+    stored = grid.from_values((levels * grid.unit + rest).clamp(-128, 127).to(torch.int8))
+    got = fused.float_levels(stored.to(DEVICE), 131, dtype, **grid.form)
+    assert torch.equal(grid.levels(stored), levels)
     assert torch.equal(got.cpu(), grid.levels(stored).to(dtype))
 
 
@@ -331,7 +330,7 @@ def test_numbers_on_the_device_give_the_same_bits(fused):
 def a_layer(fused, draw, shape, bits, memory, running):
     """A layer with votes, and what the definitions make of it: (fused.Layer, step -> stored, squares, flips)."""
     grid, stream = Grid(bits, *shape, memory), draw.randrange(0, 99, 3)
-    stored = grid.from_values(torch.randint(-grid.limit, grid.limit + 1, shape).to(torch.int8))
+    stored = grid.from_values(torch.randint(-grid.limit - grid.skew, grid.limit + 1, shape).to(torch.int8))
     votes = random_votes(shape, draw.choice([torch.int32, torch.int64]), seed=draw.randrange(99))
     shift = step.square_shift(int(votes.abs().max()), *shape)
     worth = step.worth_of(draw.choice([0.3, 1.7]), grid.resolution, 0.0 if grid.memory_bits else 0.6)
@@ -341,7 +340,7 @@ def a_layer(fused, draw, shape, bits, memory, running):
         factors, renewed = step._factors(votes, lr, worth, shift, step.Squares(squares, number))
         noise = philox.noise16(votes.numel(), seed=seed, step=number, stream=stream, call=call).view(shape)
         factors, old = factors._replace(quiet=0.0 if grid.memory_bits else 0.15), grid.values(stored)
-        new = step.rounding(old, votes, noise, factors, grid.limit, grid.memory_bits, follow)
+        new = step.rounding(old, votes, noise, factors, grid.limit, grid.memory_bits, follow, grid.skew)
         return grid.from_values(new), renewed, int((grid.value_levels(new) != grid.value_levels(old)).sum())
 
     return fused.Layer(stored=stored.clone().to(DEVICE), votes=votes.to(DEVICE), worth=worth, stream=stream, shift=shift,
@@ -459,14 +458,14 @@ def test_c_votes_are_the_exact_product(c, shape, instruction, monkeypatch):
 @pytest.mark.parametrize("gain", [20000.0, 2.0**28], ids=["small moves", "moves across the grid"])
 def test_c_move_equals_definition_over_several_blocks(c, bits, memory, gain):
     shape = (3, 4101)
-    grid, top, votes = Grid(bits, *shape, memory), largest_level(bits), random_votes(shape, torch.int32)
-    old = torch.randint(-grid.limit, grid.limit + 1, shape, generator=torch.Generator().manual_seed(2)).to(torch.int8)
+    grid, votes = Grid(bits, *shape, memory), random_votes(shape, torch.int32)
+    torch.manual_seed(2)
+    old = torch.randint(-grid.limit - grid.skew, grid.limit + 1, shape, dtype=torch.int8)
     stored, factors = grid.from_values(old.clone()), step._factors(votes, 1.0, gain, 0)[0]
     new = step.rounding(old, votes, philox.noise16(votes.numel(), **STREAM).view(shape), factors, grid.limit,
-                        grid.memory_bits, follow=90)
+                        grid.memory_bits, 90, grid.skew)
     flips = torch.zeros((), dtype=torch.int64)
-    c.move(stored, votes, shape[1], flips, packed_width=0 if memory else field_bits(bits), top_level=top,
-                   memory_bits=grid.memory_bits, follow=90, **factors._asdict(), **STREAM)
+    c.move(stored, votes, shape[1], flips, follow=90, **grid.form, **factors._asdict(), **STREAM)
     assert torch.equal(stored, grid.from_values(new))
     assert int(flips) == int((grid.value_levels(new) != grid.value_levels(old)).sum()) > 0
 

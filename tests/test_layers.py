@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gft
-from gft import reference
+from gft import grid, reference
 from gft.layers import quantized_layers
 from gft.vote import Ballot
 
@@ -474,6 +474,20 @@ def test_state_dict_round_trip_gives_the_same_layer(build, memory):
     assert torch.equal(one.weight, other.weight)
     assert torch.equal(one.float_weight(), other.float_weight())
     assert torch.equal(one.bias, other.bias)
+
+
+@pytest.mark.parametrize("bits", [3, 5])
+def test_packed_levels_of_a_time_before_spare_bits_are_read_as_they_were(bits):
+    levels = torch.randint(-3, 4, (5, 7))
+    old = {"weight": grid.pack(levels, bits), "scale": torch.tensor(0.3), "_extra_state": torch.tensor([bits, 0]).byte()}
+    layer = gft.QuantLinear(7, 5, bits, memory=False)
+    layer.load_state_dict(old)
+    assert torch.equal(layer.levels().long(), levels)
+    again = gft.QuantLinear(7, 5, bits, memory=False)
+    again.load_state_dict(layer.state_dict())
+    assert torch.equal(again.weight, layer.weight)
+    with pytest.raises(ValueError, match=f"{bits}-bit weights"):
+        gft.QuantLinear(7, 5, 4 if bits == 3 else 6, memory=False).load_state_dict(layer.state_dict())
 
 
 @pytest.mark.parametrize(("other", "match"), [

@@ -21,8 +21,8 @@ def noise_of(shape: tuple[int, ...], seed: int = 5) -> torch.Tensor:
     return noise16(torch.Size(shape).numel(), seed=seed, step=1, stream=2).view(shape)
 
 
-def random_values(shape: tuple[int, ...], limit: int) -> torch.Tensor:
-    return torch.randint(-limit, limit + 1, shape, dtype=torch.int8)
+def random_values(shape: tuple[int, ...], limit: int, skew: int = 0) -> torch.Tensor:
+    return torch.randint(-limit - skew, limit + 1, shape, dtype=torch.int8)
 
 
 def random_votes(shape: tuple[int, ...], top: int = 40) -> torch.Tensor:
@@ -120,17 +120,17 @@ def test_topk_chance_is_never_rounded_to_none_nor_given_without_votes():
 # ---------------------------------------------------------------------------------------------------- rounding
 
 
-@pytest.mark.parametrize(("bits", "memory_bits"), [(2, 6), (4, 4), (3, 0), (8, 0)])
+@pytest.mark.parametrize(("bits", "memory_bits"), [(2, 6), (4, 4), (2, 0), (3, 0), (5, 0), (8, 0)])
 @pytest.mark.parametrize(("shape", "top"), [((1, 64), 1), ((1, 64), 30_000), ((63, 65), 1), ((63, 65), 30_000),
                                             ((257, 130), 40)], ids=str)
 def test_rounding_equals_the_reference(shape, top, bits, memory_bits):
     kept = Grid(bits, *shape, memory_bits > 0)
     assert kept.memory_bits == memory_bits
-    values, votes, noise = random_values(shape, kept.limit), random_votes(shape, top), noise_of(shape)
+    values, votes, noise = random_values(shape, kept.limit, kept.skew), random_votes(shape, top), noise_of(shape)
     expected = reference.rounding(values.tolist(), votes.tolist(), noise.tolist(), lr=0.37, memory_bits=memory_bits,
-                                  largest=2 ** (bits - 1) - 1, follow=70)
+                                  largest=2 ** (bits - 1) - 1, follow=70, spare_bits=kept.spare_bits)
     factors = step.rounding_factors(votes, 0.37, kept.resolution)[0]
-    new = step.rounding(values, votes, noise, factors, kept.limit, memory_bits, follow=70)
+    new = step.rounding(values, votes, noise, factors, kept.limit, memory_bits, 70, kept.skew)
     assert new.dtype == torch.int8
     assert_near_reference(new, torch.tensor(expected))
     assert not torch.equal(new, values)
@@ -375,11 +375,12 @@ def test_rules_stay_on_the_grid_and_move_something(rule, memory, bits):
     kept = Grid(bits, 63, 65, memory)
     values, votes, noise = random_values((63, 65), kept.limit), random_votes((63, 65)), noise_of((63, 65))
     if rule == "topk":
-        new = step.topk(values, votes, noise, step.topk_bounds(votes, 0.6), 0.05, kept.unit, kept.limit)
+        new = step.topk(values, votes, noise, step.topk_bounds(votes, 0.6), 0.05, kept.unit, kept.limit, kept.skew)
     else:
         factors = step.rounding_factors(votes, 0.8, kept.resolution)[0]
-        new = step.rounding(values, votes, noise, factors, kept.limit, kept.memory_bits, follow=60)
-    assert int(new.abs().max()) <= kept.limit
+        new = step.rounding(values, votes, noise, factors, kept.limit, kept.memory_bits, 60, kept.skew)
+    assert -kept.limit - kept.skew <= int(new.min())
+    assert int(new.max()) <= kept.limit
     assert int(kept.value_levels(new).abs().max()) <= 2 ** (bits - 1) - 1
     assert not torch.equal(kept.value_levels(new), kept.value_levels(values))
     moved_against = (values.long() - new.long()) * votes.sign()
@@ -406,7 +407,7 @@ def test_rules_give_the_same_in_row_blocks(rule):
 @pytest.mark.parametrize("shape", [(1, 64), (63, 65), (257, 1030)], ids="{0[0]}x{0[1]}".format)  # the last in 3 blocks
 def test_move_equals_the_rule_on_the_whole_matrix(shape, rule, memory):
     kept = Grid(3, *shape, memory)
-    old, votes = random_values(shape, kept.limit), random_votes(shape)
+    old, votes = random_values(shape, kept.limit, kept.skew), random_votes(shape)
     weight = kept.from_values(old).clone()
     weight.grid, weight.read_scale = kept, lambda: 0.05
     ballot = Ballot(vote="int8", sample="token", mask="none", seed=91, layer=4, step=17, votes=votes)
@@ -415,12 +416,12 @@ def test_move_equals_the_rule_on_the_whole_matrix(shape, rule, memory):
 
     noise = noise16(votes.numel(), seed=91, step=17, stream=3 * 4, call=2).view(shape)
     if rule == "topk":
-        expected = step.topk(old, votes, noise, step.topk_bounds(votes, 0.45), 0.03, kept.unit, kept.limit)
+        expected = step.topk(old, votes, noise, step.topk_bounds(votes, 0.45), 0.03, kept.unit, kept.limit, kept.skew)
     else:
         levels = step.levels_a_step(0.05, 3, shape[1]) * (1 if memory else 0.5)
         factors = step.rounding_factors(votes, 0.45, kept.resolution, levels,
-                                        quorum=0 if memory else step.quorum_of(1.1, 3))[0]
-        expected = step.rounding(old, votes, noise, factors, kept.limit, kept.memory_bits, follow=64)
+                                        quorum=0 if memory else step.quorum_of(1.1, 4))[0]
+        expected = step.rounding(old, votes, noise, factors, kept.limit, kept.memory_bits, 64, kept.skew)
     assert torch.equal(kept.values(weight), expected)
     assert int(ballot.flips) == int((kept.levels(weight) != kept.value_levels(old)).sum()) > 0
 

@@ -11,9 +11,10 @@ fewer than two instructions may be spent on a weight, which rules out shift, mas
 
 so that a weight costs half an AND, a sixteenth of a shift (for the fields in the high 8 bits) and its share of an MMA.
 
-Both forms of a weight (grid.py) are fields. Packed: level + I. Memory: flip a byte's sign bit and add half a unit, and its
-high bits are level + 128 / 2^m, with no carry into the next byte since no value reaches beyond ±I levels. The offset comes
-off the sum: sum x · (code - offset) = sum x · code - offset · sum x, where the latter sum is an MMA, too, with a constant.
+Both forms of a weight (grid.py) are fields. Packed: level + I, and what spare bits there are below it are masked off.
+Memory: flip a byte's sign bit and add half a unit, and its high bits are level + 128 / 2^m, with no carry into the next
+byte since no value reaches beyond ±I levels. The offset comes off the sum: sum x · (code - offset) = sum x · code - offset ·
+sum x, where the latter sum is an MMA, too, with a constant.
 
     a unit       is 16 bits as they are stored (8 in rows of odd length), PLACES fields: column = unit · PLACES + place
     a tile       of a step is (PARTS, ROWS, UNITS): a part is the share of a warp, which has columns of its own
@@ -178,9 +179,10 @@ def product(x: Tensor,  # (n, columns) float32, bfloat16 or float16, n from 1 to
             stored: Tensor,  # (rows, bytes) uint8 or (rows, columns) int8
             scale: float,
             *,
-            packed_width: int,  # bits of a packed level, 0 if stored with memory
+            packed_width: int,  # bits of a packed field, 0 if stored with memory
             top_level: int,
             memory_bits: int,
+            spare_bits: int = 0,  # of a packed field, below the level
             tile: Tile | None = None,
             splits: int | None = None) -> Tensor:  # (n, rows) of x's type
     """scale · x · levels^T."""
@@ -190,12 +192,12 @@ def product(x: Tensor,  # (n, columns) float32, bfloat16 or float16, n from 1 to
     assert 0 < tokens <= MOST_ROWS
     if not stored.numel():
         return x.new_zeros(tokens, rows)
-    width, memory = packed_width or 8, 0 if packed_width else memory_bits
+    width, below = packed_width or 8, spare_bits if packed_width else memory_bits  # bits below the level
     wide = row_bytes % 2 == 0 and stored.data_ptr() % 2 == 0
     units = row_bytes // 2 if wide else row_bytes
     weights = stored.view(-1).view(torch.int16 if wide else torch.uint8)
     ones = 0x0101 if wide else 1
-    flip, add = (0, 0) if packed_width else (ones * 128, ones * ((1 << memory) // 2))
+    flip, add = (0, 0) if packed_width else (ones * 128, ones * ((1 << below) // 2))
     places = (16 if wide else 8) // width
     pack = 4 if x.element_size() == 2 and places % 4 == columns % 4 == x.data_ptr() % 8 == 0 and tokens > 1 else 1
     numbers = x.view(-1).view(torch.int64) if pack == 4 else x
@@ -215,8 +217,8 @@ def product(x: Tensor,  # (n, columns) float32, bfloat16 or float16, n from 1 to
         _kernel[(blocks, splits)](
             numbers, weights, sums, tokens, rows, columns, units, steps_a_split * tile.parts * tile.units, scale,
             TYPE=getattr(tl, str(x.dtype).removeprefix("torch.")), LIMBS=LIMBS[x.dtype], PACK=pack, PLACES=places,
-            WIDTH=width, STANDS=stands, MASK=(1 << width) - (1 << memory), FLIP=flip - (flip >> 15 << 16),  # as an int16
-            ADD=add, OFFSET=top_level if packed_width else 128, UP=2.0**X_UP, DOWN=2.0 ** (133 - X_UP - memory),
+            WIDTH=width, STANDS=stands, MASK=(1 << width) - (1 << below), FLIP=flip - (flip >> 15 << 16),  # as an int16
+            ADD=add, OFFSET=top_level << below if packed_width else 128, UP=2.0**X_UP, DOWN=2.0 ** (133 - X_UP - below),
             GPU=x.is_cuda, FINE=fine, ONE=tokens == 1, TOKENS=8 if tokens <= 8 else 16, PARTS=tile.parts, ROWS=tile.rows,
             UNITS=tile.units, num_warps=tile.parts, num_stages=tile.stages)
         if splits > 1:

@@ -355,8 +355,10 @@ static const float FARTHEST = 512 * 65536.0f;
 
 /* How a matrix is stored: grid.Grid. */
 typedef struct {
-    int width; /* bits of a packed level, 0 if stored with memory */
-    int top_level, memory_bits, follow;
+    int width; /* bits of a packed field, 0 if stored with memory */
+    int low_bits; /* below the level: memory's, or spare ones */
+    int top_level, follow;
+    int16_t lowest, highest; /* of a value */
 } Form;
 
 /* What moves a weight: rounding by the factors, or topk by the bounds if `topk`. */
@@ -391,11 +393,10 @@ static void topk_moves(int16_t *move, const int32_t *narrow, const int64_t *broa
 
 /* Levels follow their values at once. Returns how many changed. */
 static int move_values(int8_t *new, const int8_t *old, const int16_t *move, int count, Form form) {
-    int16_t unit = (int16_t)(1 << form.memory_bits), half = unit / 2, edge = (int16_t)(form.top_level * unit);
-    int16_t changed = 0;
+    int16_t half = (int16_t)((1 << form.low_bits) / 2), changed = 0;
     for (int i = 0; i < count; i++) {
-        int16_t now = clip((int16_t)(old[i] - move[i]), (int16_t)-edge, edge);
-        changed += (int16_t)((now + half) >> form.memory_bits) != (int16_t)((old[i] + half) >> form.memory_bits);
+        int16_t now = clip((int16_t)(old[i] - move[i]), form.lowest, form.highest);
+        changed += (int16_t)((now + half) >> form.low_bits) != (int16_t)((old[i] + half) >> form.low_bits);
         new[i] = (int8_t)now;
     }
     return changed;
@@ -404,9 +405,9 @@ static int move_values(int8_t *new, const int8_t *old, const int16_t *move, int 
 /* Levels wait and follow by chance. Returns how many changed. */
 static int move_with_inertia(int8_t *new, const int8_t *old, const int16_t *move, const uint16_t *noise, int count,
                              Form form) {
-    int16_t half = (int16_t)((1 << form.memory_bits) / 2), reach = (int16_t)(form.top_level * half), middle = half / 2;
+    int16_t half = (int16_t)((1 << form.low_bits) / 2), reach = (int16_t)(form.top_level * half), middle = half / 2;
     int16_t follow = (int16_t)form.follow, changed = 0;
-    int bits = form.memory_bits, shift = form.memory_bits - 1;
+    int bits = form.low_bits, shift = form.low_bits - 1;
     for (int i = 0; i < count; i++) {
         int16_t level = (int16_t)((int16_t)(old[i] + half) >> bits), centre = (int16_t)(level * half);
         int16_t z = clip((int16_t)(old[i] - centre - move[i]), (int16_t)-reach, reach);
@@ -419,51 +420,53 @@ static int move_with_inertia(int8_t *new, const int8_t *old, const int16_t *move
     return changed;
 }
 
-/* Packed levels, `width` bits each, to int8 and back. `width` is a constant where these are inlined, so they vectorise. The
- * last byte is read and written in full: `levels` has room for it. */
-static inline void unpack(int8_t *levels, const uint8_t *bytes, int count, int width, int top_level) {
+/* Packed values, `width` bits each, to int8 and back. `width` is a constant where these are inlined, so they vectorise. The
+ * last byte is read and written in full: `values` has room for it. */
+static inline void unpack(int8_t *values, const uint8_t *bytes, int count, int width, int lowest) {
     int per_byte = 8 / width, mask = (1 << width) - 1;
     for (int b = 0; b < (count + per_byte - 1) / per_byte; b++)
         for (int place = 0; place < per_byte; place++)
-            levels[b * per_byte + place] = (int8_t)(((bytes[b] >> (width * place)) & mask) - top_level);
+            values[b * per_byte + place] = (int8_t)(((bytes[b] >> (width * place)) & mask) + lowest);
 }
 
-static inline void pack(uint8_t *bytes, int8_t *levels, int count, int width, int top_level) {
+static inline void pack(uint8_t *bytes, int8_t *values, int count, int width, int lowest) {
     int per_byte = 8 / width;
-    for (int i = count; i % per_byte; i++) levels[i] = (int8_t)-top_level; /* a short last byte is filled with zero bits */
+    for (int i = count; i % per_byte; i++) values[i] = (int8_t)lowest; /* a short last byte is filled with zero bits */
     for (int b = 0; b < (count + per_byte - 1) / per_byte; b++) {
         int byte = 0;
-        for (int place = 0; place < per_byte; place++) byte |= (levels[b * per_byte + place] + top_level) << (width * place);
+        for (int place = 0; place < per_byte; place++) byte |= (values[b * per_byte + place] - lowest) << (width * place);
         bytes[b] = (uint8_t)byte;
     }
 }
 
 static void read_values(int8_t *values, const uint8_t *bytes, int count, Form form) {
     switch (form.width) {
-    case 2: unpack(values, bytes, count, 2, form.top_level); break;
-    case 4: unpack(values, bytes, count, 4, form.top_level); break;
-    case 8: unpack(values, bytes, count, 8, form.top_level); break;
+    case 2: unpack(values, bytes, count, 2, form.lowest); break;
+    case 4: unpack(values, bytes, count, 4, form.lowest); break;
+    case 8: unpack(values, bytes, count, 8, form.lowest); break;
     default: memcpy(values, bytes, (size_t)count);
     }
 }
 
 static void write_values(uint8_t *bytes, int8_t *values, int count, Form form) {
     switch (form.width) {
-    case 2: pack(bytes, values, count, 2, form.top_level); break;
-    case 4: pack(bytes, values, count, 4, form.top_level); break;
-    case 8: pack(bytes, values, count, 8, form.top_level); break;
+    case 2: pack(bytes, values, count, 2, form.lowest); break;
+    case 4: pack(bytes, values, count, 4, form.lowest); break;
+    case 8: pack(bytes, values, count, 8, form.lowest); break;
     default: memcpy(bytes, values, (size_t)count);
     }
 }
 
-/* Rows `from` to `to` of a stored matrix, in place; returns how many levels changed. `width`: bits of a packed level, 0 if
+/* Rows `from` to `to` of a stored matrix, in place; returns how many levels changed. `width`: bits of a packed field, 0 if
  * stored with memory. */
 int64_t gft_move(uint8_t *stored, const void *votes, int wide, const float *row_factor, const float *column_factor, float cap,
                  float quiet, int topk, int64_t least, int64_t largest, int64_t p_min, int64_t from, int64_t to, int64_t columns,
-                 int64_t bytes_a_row, int width, int top_level, int memory_bits, int follow, uint64_t seed, uint32_t step,
-                 uint32_t stream, uint32_t call) {
+                 int64_t bytes_a_row, int width, int top_level, int memory_bits, int spare_bits, int follow, uint64_t seed,
+                 uint32_t step, uint32_t stream, uint32_t call) {
     Stream s = {seed, step, stream, call};
-    Form form = {width, top_level, memory_bits, follow};
+    int low_bits = memory_bits + spare_bits, half = spare_bits ? 1 << (spare_bits - 1) : 0;
+    int16_t edge = (int16_t)((top_level << low_bits) + half); /* with spare bits all that rounds to the level */
+    Form form = {width, low_bits, top_level, follow, (int16_t)-edge, (int16_t)(edge - (half > 0))};
     Rule rule = {row_factor, column_factor, cap < FARTHEST ? cap : FARTHEST, topk, least, largest, p_min};
     _Alignas(64) uint16_t room[ROOM];
     _Alignas(64) int16_t move[BLOCK];
@@ -478,7 +481,7 @@ int64_t gft_move(uint8_t *stored, const void *votes, int wide, const float *row_
             const int64_t *broad = wide ? (const int64_t *)votes + at : 0;
             const uint16_t *noise = noise_of(room, at, count, s);
             if (topk)
-                topk_moves(move, narrow, broad, count, noise, &rule, (int16_t)(1 << memory_bits));
+                topk_moves(move, narrow, broad, count, noise, &rule, (int16_t)(1 << low_bits));
             else
                 rounded_moves(move, narrow, broad, count, noise, row_factor[row], column_factor + start, rule.cap,
                               (int32_t)(cap * quiet));

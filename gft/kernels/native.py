@@ -44,7 +44,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "gft_votes": (None, [POINTER, POINTER, POINTER, *[LONG] * 5]),
     "gft_squares": (None, [POINTER, INT, POINTER, POINTER, LONG, LONG, LONG, INT]),
     "gft_factors": (None, [POINTER, POINTER, LONG, LONG, INT, FLOAT, POINTER, DOUBLE, POINTER, POINTER]),
-    "gft_move": (LONG, [POINTER, POINTER, INT, POINTER, POINTER, FLOAT, FLOAT, INT, *[LONG] * 7, *[INT] * 4, *STREAM]),
+    "gft_move": (LONG, [POINTER, POINTER, INT, POINTER, POINTER, FLOAT, FLOAT, INT, *[LONG] * 7, *[INT] * 5, *STREAM]),
 }
 
 
@@ -271,7 +271,7 @@ def move(stored: Tensor,  # (rows, bytes) uint8 or (rows, columns) int8, changed
          columns: int,
          flips: Tensor,  # int64 scalar, to which is added how many levels change
          *,
-         packed_width: int, top_level: int, memory_bits: int, follow: int,
+         packed_width: int, top_level: int, memory_bits: int, spare_bits: int = 0, follow: int,
          seed: int, step: int, stream: int, call: int,
          row: Tensor | None = None, column: Tensor | None = None, cap: float = 0.0,
          quiet: float = 0.0,  # step.Rounding
@@ -287,7 +287,7 @@ def move(stored: Tensor,  # (rows, bytes) uint8 or (rows, columns) int8, changed
     def work(start: int, stop: int) -> int:
         return gft_move(target.data_ptr(), votes.data_ptr(), int(votes.dtype == torch.int64), by_row.data_ptr(),
                         by_column.data_ptr(), cap, quiet, int(topk), *bounds, p_min, start, stop, columns, target.shape[1],
-                        packed_width, top_level, memory_bits, follow, seed, step, stream, call)
+                        packed_width, top_level, memory_bits, spare_bits, follow, seed, step, stream, call)
 
     changed = sum(_side_by_side(work, rows, votes.numel())) if votes.numel() else 0
     if target is not stored:

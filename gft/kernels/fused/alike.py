@@ -25,15 +25,16 @@ class Layer(NamedTuple):
     worth: float  # what lr is multiplied by, a float32
     stream: int
     shift: int  # bits taken off the votes before they are squared
-    packed_width: int  # bits of a packed level, 0 if stored with memory
+    packed_width: int  # bits of a packed field, 0 if stored with memory
     top_level: int
     memory_bits: int
+    spare_bits: int  # of a packed field, below the level
     quiet: float  # step.Rounding
 
     def kind(self) -> Hashable:
         """What the layers of one launch have in common."""
         return (self.votes.shape, self.votes.dtype, by_eights(self.stored, self.votes.shape[1]), self.running is None,
-                self.shift, self.packed_width, self.top_level, self.memory_bits, self.quiet)
+                self.shift, self.packed_width, self.top_level, self.memory_bits, self.spare_bits, self.quiet)
 
 
 def by_eights(stored: Tensor, columns: int) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor
 @triton.jit
 def _levels_kernel(stored, levels, rows, columns, bytes_a_row,
                    PACKED: tl.constexpr, WIDTH: tl.constexpr, TOP_LEVEL: tl.constexpr, MEMORY_BITS: tl.constexpr,
-                   ROWS: tl.constexpr, BYTES: tl.constexpr):
+                   SPARE_BITS: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     byte = tl.program_id(1) * BYTES + tl.arange(0, BYTES)
     inside = (row < rows)[:, None] & (byte < bytes_a_row)[None, :]
@@ -17,7 +17,8 @@ def _levels_kernel(stored, levels, rows, columns, bytes_a_row,
     if PACKED:
         PER_BYTE: tl.constexpr = 8 // WIDTH
         shift = WIDTH * tl.arange(0, PER_BYTE)[None, None, :]
-        level = tl.reshape((raw[:, :, None] >> shift) & ((1 << WIDTH) - 1), (ROWS, BYTES * PER_BYTE)) - TOP_LEVEL
+        field = tl.reshape((raw[:, :, None] >> shift) & ((1 << WIDTH) - 1), (ROWS, BYTES * PER_BYTE))
+        level = (field >> SPARE_BITS) - TOP_LEVEL
     else:
         PER_BYTE: tl.constexpr = 1
         level = (raw + ((1 << MEMORY_BITS) >> 1)) >> MEMORY_BITS
@@ -28,7 +29,7 @@ def _levels_kernel(stored, levels, rows, columns, bytes_a_row,
 
 def float_levels(stored: Tensor,  # (rows, bytes) uint8 or (rows, columns) int8
                  columns: int, dtype: torch.dtype, *, packed_width: int, top_level: int,
-                 memory_bits: int) -> Tensor:  # (rows, columns) of `dtype`
+                 memory_bits: int, spare_bits: int = 0) -> Tensor:  # (rows, columns) of `dtype`
     """grid.Grid.levels as floats, in one pass: the scratch a product reads. Or as int8: grid.unpack."""
     stored = stored.contiguous()
     levels = torch.empty(stored.shape[0], columns, dtype=dtype, device=stored.device)
@@ -38,7 +39,7 @@ def float_levels(stored: Tensor,  # (rows, bytes) uint8 or (rows, columns) int8
         with torch.cuda.device_of(stored):
             _levels_kernel[(triton.cdiv(rows, 4), triton.cdiv(bytes_a_row, bytes_at_once))](
                 stored, levels, rows, columns, bytes_a_row, PACKED=packed_width > 0, WIDTH=packed_width or 8,
-                TOP_LEVEL=top_level, MEMORY_BITS=memory_bits, ROWS=4, BYTES=bytes_at_once)
+                TOP_LEVEL=top_level, MEMORY_BITS=memory_bits, SPARE_BITS=spare_bits, ROWS=4, BYTES=bytes_at_once)
     return levels
 
 

@@ -23,9 +23,10 @@ MOVE_RUN, MOVE_WARPS, MOVE_EIGHTHS = 4, 4, (128, 16)
 
 @triton.jit
 def _moved(old, vote, noise, row_factor, column_factor, cap, unheard, follow, least, largest, p_min,
-           TOPK: tl.constexpr, LOWEST: tl.constexpr, HIGHEST: tl.constexpr, MEMORY_BITS: tl.constexpr):
-    """step.topk or step.rounding. Values come and go half a level higher: then the bits above MEMORY_BITS are the level."""
-    UNIT: tl.constexpr = 1 << MEMORY_BITS
+           TOPK: tl.constexpr, LOWEST: tl.constexpr, HIGHEST: tl.constexpr, MEMORY_BITS: tl.constexpr,
+           SPARE_BITS: tl.constexpr):
+    """step.topk or step.rounding. Values come and go half a level higher: then the bits above the lowest are the level."""
+    UNIT: tl.constexpr = 1 << MEMORY_BITS + SPARE_BITS
     HALF: tl.constexpr = UNIT // 2
     if TOPK:
         span, size = largest - least, tl.abs(vote.to(tl.int64))
@@ -64,8 +65,8 @@ def _fields_set(word, WIDTH: tl.constexpr):
 def _move_kernel(stored, votes, stream, row_factor, column_factor, cap, least, largest, flips, stride, rows, columns,
                  bytes_a_row, quiet, p_min, follow, seed, step, call,
                  TOPK: tl.constexpr, BY_EIGHTS: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr, WIDTH: tl.constexpr,
-                 TOP_LEVEL: tl.constexpr, MEMORY_BITS: tl.constexpr, ROWS: tl.constexpr, EIGHTHS: tl.constexpr,
-                 OVERLAPS: tl.constexpr):
+                 TOP_LEVEL: tl.constexpr, MEMORY_BITS: tl.constexpr, SPARE_BITS: tl.constexpr, ROWS: tl.constexpr,
+                 EIGHTHS: tl.constexpr, OVERLAPS: tl.constexpr):
     """A thread has eight weights side by side: one counter of noise, and one word of WIDTH bytes.
 
     BY_EIGHTS: no row ends inside a word. EVEN: and none inside a program.
@@ -84,12 +85,12 @@ def _move_kernel(stored, votes, stream, row_factor, column_factor, cap, least, l
     live = None if BY_EIGHTS else inside[:, None] & (column < columns)
     element = row * columns + eighth * 8
     WORD: tl.constexpr = tl.uint64 if WIDTH == 8 else tl.uint32
-    # What has memory counts from -128, as packed levels count from the lowest, so that no field of a word has a sign; and
-    # half a level higher.
+    # What has memory counts from -128, as packed values count from the lowest, so that no field of a word has a sign; and
+    # half a level higher, as packed values with spare bits do by themselves.
     ONES: tl.constexpr = 0 if PACKED else 0x0101010101010101
     HALF: tl.constexpr = (1 << MEMORY_BITS) // 2
     LOWEST: tl.constexpr = 0 if PACKED else 128 + HALF - (TOP_LEVEL << MEMORY_BITS)
-    HIGHEST: tl.constexpr = 2 * TOP_LEVEL if PACKED else 128 + HALF + (TOP_LEVEL << MEMORY_BITS)
+    HIGHEST: tl.constexpr = (2 * TOP_LEVEL + 1 << SPARE_BITS) - 1 if PACKED else 128 + HALF + (TOP_LEVEL << MEMORY_BITS)
     byte = tl.arange(0, WIDTH)[None, :]
     here = stored + row * bytes_a_row + eighth * WIDTH
     if BY_EIGHTS:
@@ -111,7 +112,7 @@ def _move_kernel(stored, votes, stream, row_factor, column_factor, cap, least, l
     wait_for_previous(OVERLAPS)  # until the factors are there; votes and weights have been all along
     if TOPK:
         new = _moved(old, vote, noise, 0.0, 0.0, 0.0, 0, follow, tl.load(least), tl.load(largest), p_min,
-                     TOPK, LOWEST, HIGHEST, MEMORY_BITS)
+                     TOPK, LOWEST, HIGHEST, MEMORY_BITS, SPARE_BITS)
     else:
         most = tl.load(cap)
         follow = tl.where(most > 0, follow, 0)  # at a lr of 0, which may have been on the device, nothing follows
@@ -128,7 +129,7 @@ def _move_kernel(stored, votes, stream, row_factor, column_factor, cap, least, l
         else:
             by_column = tl.load(column_factor + column, mask=column < columns, other=0.0)
         new = _moved(old, vote, noise, by_row, by_column, most, unheard, follow, 0, 0, p_min,
-                     TOPK, LOWEST, HIGHEST, MEMORY_BITS)
+                     TOPK, LOWEST, HIGHEST, MEMORY_BITS, SPARE_BITS)
     if not BY_EIGHTS:
         new = tl.where(live, new, old)
     if WIDTH == 8:
@@ -137,8 +138,9 @@ def _move_kernel(stored, votes, stream, row_factor, column_factor, cap, least, l
         fresh = high.to(tl.uint64) << 32 | low.to(tl.uint64)
     else:
         fresh = tl.sum(new.to(tl.uint32) << shift, 1)
-    LEVELS: tl.constexpr = (255 >> MEMORY_BITS << MEMORY_BITS) * 0x0101010101010101
-    flipped = _fields_set((word ^ fresh) & LEVELS if MEMORY_BITS else word ^ fresh, WIDTH)
+    LOW_BITS: tl.constexpr = MEMORY_BITS + SPARE_BITS
+    LEVELS: tl.constexpr = ((1 << WIDTH) - (1 << LOW_BITS)) * (0x11111111 if WIDTH == 4 else 0x0101010101010101)
+    flipped = _fields_set((word ^ fresh) & LEVELS if LOW_BITS else word ^ fresh, WIDTH)
     fresh = (fresh - HALF * ONES) ^ 128 * ONES
     if BY_EIGHTS:
         tl.store(here, fresh, mask=inside)
@@ -152,7 +154,7 @@ def _move(stored: Sequence[Tensor], votes: Sequence[Tensor], stream: Sequence[in
           row: Tensor | None, column: Tensor | None, cap: Tensor | None, flips: Tensor,  # of the first layer
           stride: int,  # from there to those of the next
           least: Tensor | None = None, largest: Tensor | None = None,
-          *, packed_width: int, top_level: int, memory_bits: int, quiet: float, p_min: int = 0, follow: int,
+          *, packed_width: int, top_level: int, memory_bits: int, spare_bits: int, quiet: float, p_min: int = 0, follow: int,
           seed: int, step: int | Tensor, call: int,
           early: bool = False) -> None:  # nothing was launched since factors_of
     """Move layers that are alike, in one launch."""
@@ -173,8 +175,8 @@ def _move(stored: Sequence[Tensor], votes: Sequence[Tensor], stream: Sequence[in
             padded(stored), padded(votes), padded(numbers), *used, flips, stride, rows, columns, bytes_a_row, quiet, p_min,
             follow, seed, on_device(step, first), call,
             TOPK=least is not None, BY_EIGHTS=in_words, EVEN=even, PACKED=packed_width > 0, WIDTH=packed_width or 8,
-            TOP_LEVEL=top_level, MEMORY_BITS=memory_bits, ROWS=rows_at_once, EIGHTHS=eighths, OVERLAPS=early,
-            num_warps=MOVE_WARPS, **launched_early(early))
+            TOP_LEVEL=top_level, MEMORY_BITS=memory_bits, SPARE_BITS=spare_bits, ROWS=rows_at_once, EIGHTHS=eighths,
+            OVERLAPS=early, num_warps=MOVE_WARPS, **launched_early(early))
     torch.autograd.graph.increment_version(stored)  # autograd does not see what a kernel writes
 
 
@@ -183,9 +185,10 @@ def move(stored: Tensor,  # (rows, bytes) uint8 or (rows, columns) int8, changed
          columns: int,
          flips: Tensor,  # int64 scalar, to which is added how many levels change
          *,
-         packed_width: int,  # bits of a packed level, 0 if stored with memory
+         packed_width: int,  # bits of a packed field, 0 if stored with memory
          top_level: int,
          memory_bits: int,
+         spare_bits: int = 0,  # of a packed field, below the level
          follow: int,
          seed: int, step: int | Tensor, stream: int, call: int,
          row: Tensor | None = None, column: Tensor | None = None, cap: float | Tensor | None = None,
@@ -196,8 +199,8 @@ def move(stored: Tensor,  # (rows, bytes) uint8 or (rows, columns) int8, changed
         row, column = (None if one is None else one.contiguous() for one in (row, column))
         cap = None if cap is None else on_device(cap, stored)
         _move([stored], [votes.contiguous()], [stream], row, column, cap, flips, 0, least, largest,
-              packed_width=packed_width, top_level=top_level, memory_bits=memory_bits, quiet=quiet, p_min=p_min,
-              follow=follow, seed=seed, step=step, call=call)
+              packed_width=packed_width, top_level=top_level, memory_bits=memory_bits, spare_bits=spare_bits, quiet=quiet,
+              p_min=p_min, follow=follow, seed=seed, step=step, call=call)
 
 
 class Rounded(NamedTuple):
@@ -230,7 +233,8 @@ def round_together(layers: Sequence[Layer],  # all on one device
                                       running=None if first.running is None else running, step=step)
         flips = some_sums.view(-1, stride)[:, rows + columns + 2]
         _move(stored, votes, stream, factors, factors[:, rows:], factors[:, rows + columns], flips, stride,
-              packed_width=first.packed_width, top_level=first.top_level, memory_bits=first.memory_bits, quiet=first.quiet,
-              follow=follow, seed=seed, step=step, call=call, early=overlaps(first.votes))
+              packed_width=first.packed_width, top_level=first.top_level, memory_bits=first.memory_bits,
+              spare_bits=first.spare_bits, quiet=first.quiet, follow=follow, seed=seed, step=step, call=call,
+              early=overlaps(first.votes))
         told.update(zip(numbers, map(Rounded, squares[:, : rows + columns + 1], flips), strict=True))
     return [told[number] for number in range(len(layers))]
