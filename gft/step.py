@@ -107,8 +107,8 @@ def topk(values: Tensor,  # (rows, in) int8
          bounds: TopK,
          p_min: float,
          unit: int,
-         limit: int,
-         skew: int = 0) -> Tensor:  # (rows, in) int8
+         limit: int,  # the largest value
+         skew: int = 0) -> Tensor:  # how much lower the lowest is than -limit -> (rows, in) int8
     """Move the chosen weights one level against their votes."""
     moves = torch.where(noise < chances(votes, bounds, p_min), votes.sign(), 0)
     return (values - moves * unit).clamp(-limit - skew, limit).to(torch.int8)
@@ -248,10 +248,10 @@ def rounding(values: Tensor,  # (rows, in) int8
              votes: Tensor,  # (rows, in)
              noise: Tensor,  # (rows, in)
              factors: Rounding,
-             limit: int,
+             limit: int,  # the largest value
              memory_bits: int = 0,
              follow: int = FOLLOW_ALL,
-             skew: int = 0) -> Tensor:  # (rows, in) int8
+             skew: int = 0) -> Tensor:  # how much lower the lowest is than -limit -> (rows, in) int8
     """Move every weight by the stochastic rounding of its share: floor(move + noise). With memory the level follows with
     a chance of follow/256."""
     share = votes.float() * factors.row * factors.column
