@@ -142,27 +142,6 @@ def test_patches_are_cut_where_a_convolution_would_see_them(monkeypatch):
     torch.testing.assert_close(some, torch.stack([row[places] for row, places in zip(whole, seen, strict=True)]))
 
 
-def test_last_steps_see_whole_images(tmp_path, monkeypatch):
-    seen = []
-    some_of = vit.some_of
-    monkeypatch.setattr(vit, "some_of", lambda patches, count, images: seen.append(count) or some_of(patches, count, images))
-    recipe = small("mnist-vit-hybrid2-4bit", "data=digits-images", "patch_dropout=0.75", "whole_images=0.4", "steps=5",
-                   "batch=8", "eval_every=5", "patch=2", "depth=1")
-    assert recipe.whole_images_from == 3
-    *_, told = train.training(recipe, tmp_path / "run", device="cpu")
-    assert told.result["steps"] == 5
-    assert seen == [4, 4, 4]
-    seen.clear()
-    steps = train.training(recipe, tmp_path / "resumed", device="cpu", checkpoint_every=4)
-    next(told for told in steps if told.step == 4)
-    steps.close()
-    for _ in train.training(recipe, tmp_path / "resumed", device="cpu", resume=True):
-        pass
-    assert seen == [4, 4, 4]  # a run that goes on late enough leaves nothing out
-    again, once = (train.load_run(tmp_path / name, "cpu")[0].state_dict() for name in ("resumed", "run"))
-    assert all(torch.equal(again[key], once[key]) for key in once)
-
-
 def test_positions_of_waves_tell_neighbours():
     side, width = 6, 16
     model = ViT(1, 12, 10, patch=2, width=width, depth=1, heads=2, positions="waves")

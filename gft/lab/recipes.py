@@ -56,7 +56,6 @@ class Recipe:
     dropout: float = 0.0
     input_dropout: float = 0.0  # dnn
     patch_dropout: float = 0.0  # vit
-    whole_images: float = 0.0  # vit: the last share of the steps, in which patch_dropout has ended
     positions: str = "random"  # vit
     precision: str = "fp32"  # of the products on a GPU
     compiled: bool = False  # torch.compile, on a GPU: worth its quarter of a minute where steps are long or many
@@ -97,18 +96,13 @@ class Recipe:
                            ("patch", 1), ("warmup", 0), ("eval_every", 0)):
             if getattr(self, key) < least:
                 raise ValueError(f"{key}={getattr(self, key)}: give at least {least}")
-        for key in ("dropout", "input_dropout", "patch_dropout", "whole_images", "label_smoothing", "beta2"):
+        for key in ("dropout", "input_dropout", "patch_dropout", "label_smoothing", "beta2"):
             if not 0 <= getattr(self, key) < 1:
                 raise ValueError(f"{key}={getattr(self, key)}: it lies between 0 and 1")
         if not self.dense_lr >= 0:
             raise ValueError(f"dense_lr={self.dense_lr}: a rate must not be negative")
         if not self.threshold >= 0:
             raise ValueError(f"threshold={self.threshold}: a number of rms, 0 or more")
-
-    @property
-    def whole_images_from(self) -> int:
-        """The step before which patch_dropout ends."""
-        return self.steps - round(self.steps * self.whole_images)
 
     @property
     def lower_is_better(self) -> bool:

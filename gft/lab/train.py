@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 import gft
 from gft import energy
-from gft.capture import Step, on_the_host
+from gft.capture import on_the_host
 from gft.lab import baselines
 from gft.lab import data as datasets
 from gft.lab.build import Data, build_model, build_optimizer, build_scheduler
-from gft.lab.models import ViT
 from gft.lab.recipes import Recipe
 from gft.lab.runs import RunFolder, TrainingError, commit, device_name, read_json, resolve_device
 from gft.layers import quantized_layers
@@ -140,13 +139,8 @@ def training(recipe: Recipe, out: Path, *, seed: int = 0, device: str = "auto", 
         optimizer.zero_grad(); loss.backward(); optimizer.step()
         return loss
 
-    def ready_to_take() -> Step:
-        return take_step if on_the_host(optimizer) else gft.Captured(take_step, optimizer)
-
-    take = ready_to_take()
+    take = take_step if on_the_host(optimizer) else gft.Captured(take_step, optimizer)
     while step < recipe.steps:
-        if step >= recipe.whole_images_from and isinstance(model, ViT) and model.see_whole_images():
-            take = ready_to_take()  # a graph has the shapes of its recording
         loss = take(*next(batches))
         scheduler.step()
         step += 1

@@ -21,7 +21,6 @@ class ViT(nn.Module):
 
     patch_dropout: the share of an image's patches that a training step leaves out, other ones each time (PatchDropout, Liu
         et al. 2022): it costs that much less, and many cheap steps teach more than few dear ones where images are few.
-        `see_whole_images` ends it.
     positions: what the learned positions start as, "random" or "waves" (`waves`).
     """
 
@@ -50,13 +49,6 @@ class ViT(nn.Module):
                 nn.init.xavier_uniform_(module.weight)
                 nn.init.zeros_(module.bias)
         nn.init.zeros_(self.head.weight)  # every class equally likely at first
-
-    def see_whole_images(self) -> bool:
-        """Leave out no more patches. Says whether any had been left out until now."""
-        patches = self.positions.shape[1] - 1
-        had_left_out = self.seen_in_training < patches
-        self.seen_in_training = patches
-        return had_left_out
 
     def forward(self, images: Tensor) -> Tensor:
         cut, places = in_patches(images, self.side), self.positions[0, 1:]
