@@ -151,10 +151,10 @@ class Grid:
         return largest_level(self.bits) * self.unit + max((1 << self.spare_bits) // 2 - 1, 0)
 
     @property
-    def skew(self) -> int:
-        """How much farther down than up values reach: with spare bits a value stands for what lies between it and the next,
-        so that -1 is as far below the middle of level 0 as 0 is above it."""
-        return min(self.spare_bits, 1)
+    def lowest(self) -> int:
+        """The lowest stored value. With spare bits a value stands for what lies between it and the next: -1 is as far below
+        the middle of level 0 as 0 is above it, and values reach one farther down than up."""
+        return -self.limit - min(self.spare_bits, 1)
 
     @property
     def form(self) -> dict[str, int]:
@@ -174,7 +174,7 @@ class Grid:
     def store_nearest(self, positions: Tensor) -> Tensor:
         """(rows, columns) floats, in levels -> the nearest levels, and what they leave over where there is room for it."""
         if self.spare_bits:
-            values = (positions * self.unit).floor().clamp(-self.limit - self.skew, self.limit)
+            values = (positions * self.unit).floor().clamp(self.lowest, self.limit)
             return self.from_values(values.to(torch.int8))
         largest = largest_level(self.bits)
         positions = positions.clamp(-largest, largest)
@@ -184,10 +184,10 @@ class Grid:
 
     def values(self, stored: Tensor) -> Tensor:
         """What the parameter holds, or some rows of it -> int8 values."""
-        return stored if self.memory else unpack_fields(stored, field_bits(self.bits), self.limit + self.skew, self.columns)
+        return stored if self.memory else unpack_fields(stored, field_bits(self.bits), -self.lowest, self.columns)
 
     def from_values(self, values: Tensor) -> Tensor:
-        return values if self.memory else pack_fields(values, field_bits(self.bits), self.limit + self.skew)
+        return values if self.memory else pack_fields(values, field_bits(self.bits), -self.lowest)
 
     def value_levels(self, values: Tensor) -> Tensor:
         """The levels of stored values, whatever else they hold."""

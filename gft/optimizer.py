@@ -340,11 +340,11 @@ def move(weight: Tensor, ballot: Ballot, call: int, *, lr: float | Tensor, rule:
         old = grid.values(weight[rows])
         noise = noise16(old.numel(), **stream, offset=start * grid.columns, device=weight.device).view_as(old)
         if bounds is not None:
-            new = rules.topk(old, votes[rows], noise, bounds, p_min, grid.unit, grid.limit, grid.skew)
+            new = rules.topk(old, votes[rows], noise, bounds, p_min, grid.unit, grid.limit, grid.lowest)
         else:
             assert factors is not None
             some = factors._replace(row=factors.row[rows])
-            new = rules.rounding(old, votes[rows], noise, some, grid.limit, grid.memory_bits, follow, grid.skew)
+            new = rules.rounding(old, votes[rows], noise, some, grid.limit, grid.memory_bits, follow, grid.lowest)
         ballot.flips += (grid.value_levels(new) != grid.value_levels(old)).sum()
         weight[rows] = grid.from_values(new)
 

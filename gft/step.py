@@ -108,10 +108,10 @@ def topk(values: Tensor,  # (rows, in) int8
          p_min: float,
          unit: int,
          limit: int,  # the largest value
-         skew: int = 0) -> Tensor:  # how much lower the lowest is than -limit -> (rows, in) int8
+         lowest: int | None = None) -> Tensor:  # -limit if not given -> (rows, in) int8
     """Move the chosen weights one level against their votes."""
     moves = torch.where(noise < chances(votes, bounds, p_min), votes.sign(), 0)
-    return (values - moves * unit).clamp(-limit - skew, limit).to(torch.int8)
+    return (values - moves * unit).clamp(-limit if lowest is None else lowest, limit).to(torch.int8)
 
 
 # ---------------------------------------------------------------------------------------------------- rounding
@@ -251,7 +251,7 @@ def rounding(values: Tensor,  # (rows, in) int8
              limit: int,  # the largest value
              memory_bits: int = 0,
              follow: int = FOLLOW_ALL,
-             skew: int = 0) -> Tensor:  # how much lower the lowest is than -limit -> (rows, in) int8
+             lowest: int | None = None) -> Tensor:  # -limit if not given -> (rows, in) int8
     """Move every weight by the stochastic rounding of its share: floor(move + noise). With memory the level follows with
     a chance of follow/256."""
     share = votes.float() * factors.row * factors.column
@@ -261,7 +261,7 @@ def rounding(values: Tensor,  # (rows, in) int8
         move = move - torch.minimum(torch.maximum(move, -unheard), unheard)
     move = move.add_(noise).bitwise_right_shift_(16)
     if memory_bits == 0:
-        return (values - move).clamp_(-limit - skew, limit).to(torch.int8)
+        return (values - move).clamp_(-limit if lowest is None else lowest, limit).to(torch.int8)
     half = memory_bits - 1  # 2^half counts one level of z
     level = values_to_levels(values, memory_bits).to(torch.int32)
     centre = level << half

@@ -32,7 +32,7 @@ CASES = [pytest.param((3, 65), 1, torch.float32, id="odd-1-float32"),
 def stored_matrix(shape, bits, memory):
     """A grid, and a matrix of every value that can be stored."""
     grid = Grid(bits, *shape, memory)
-    return grid, grid.from_values(torch.randint(-grid.limit - grid.skew, grid.limit + 1, shape, dtype=torch.int8))
+    return grid, grid.from_values(torch.randint(grid.lowest, grid.limit + 1, shape, dtype=torch.int8))
 
 
 def assert_is_the_product(x, grid, stored, **options):

@@ -79,7 +79,7 @@ def test_grid_stores_and_reads_back_all_levels(shape, bits, memory):
     assert torch.equal(kept.levels(stored), levels)
     assert torch.equal(kept.from_values(kept.values(stored)), stored)
     values = kept.values(stored)
-    assert -kept.limit - kept.skew <= int(values.min())
+    assert kept.lowest <= int(values.min())
     assert int(values.max()) <= kept.limit
     assert torch.equal(kept.value_levels(values), levels)
 
@@ -103,7 +103,7 @@ def test_values_to_levels_is_the_nearest_level(bits):
 @pytest.mark.parametrize(("bits", "values"), [(3, 14), (5, 31 * 8), (6, 63 * 4), (7, 254)])
 def test_spare_bits_serve_every_level_alike(bits, values):
     kept = Grid(bits, 1, values, memory=False)
-    every = torch.arange(-kept.limit - kept.skew, kept.limit + 1)
+    every = torch.arange(kept.lowest, kept.limit + 1)
     assert len(every) == values
     levels = kept.value_levels(every.to(torch.int8))
     assert levels.unique(return_counts=True)[1].tolist() == [kept.unit] * (2**bits - 1)

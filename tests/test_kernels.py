@@ -81,12 +81,12 @@ def test_move_kernel_equals_definition(twin, shape, bits, memory, rule, dtype):
         shift = step.square_shift(int(votes.abs().max()), *shape)
         factors, _ = step._factors(votes, 0.5, grid.resolution * 65536.0, shift)
         factors = factors._replace(quiet=0 if grid.memory_bits else 0.07)
-        new = step.rounding(old, votes, noise, factors, grid.limit, grid.memory_bits, 90, grid.skew)
+        new = step.rounding(old, votes, noise, factors, grid.limit, grid.memory_bits, 90, grid.lowest)
         settings = factors._asdict() | {"row": factors.row.to(device), "column": factors.column.to(device)}
     else:
         bounds = step.topk_bounds(votes, 0.35)
         assert bounds is not None
-        new = step.topk(old, votes, noise, bounds, 0.02, grid.unit, grid.limit, grid.skew)
+        new = step.topk(old, votes, noise, bounds, 0.02, grid.unit, grid.limit, grid.lowest)
         settings = step.topk_bounds(votes.to(device), 0.35)._asdict() | {"p_min": step.least_chance(0.02)}  # type: ignore[union-attr]
     moved = stored.clone().to(device)
     flips = torch.zeros((), dtype=torch.int64, device=device)
@@ -330,7 +330,7 @@ def test_numbers_on_the_device_give_the_same_bits(fused):
 def a_layer(fused, draw, shape, bits, memory, running):
     """A layer with votes, and what the definitions make of it: (fused.Layer, step -> stored, squares, flips)."""
     grid, stream = Grid(bits, *shape, memory), draw.randrange(0, 99, 3)
-    stored = grid.from_values(torch.randint(-grid.limit - grid.skew, grid.limit + 1, shape).to(torch.int8))
+    stored = grid.from_values(torch.randint(grid.lowest, grid.limit + 1, shape).to(torch.int8))
     votes = random_votes(shape, draw.choice([torch.int32, torch.int64]), seed=draw.randrange(99))
     shift = step.square_shift(int(votes.abs().max()), *shape)
     worth = step.worth_of(draw.choice([0.3, 1.7]), grid.resolution, 0.0 if grid.memory_bits else 0.6)
@@ -340,7 +340,7 @@ def a_layer(fused, draw, shape, bits, memory, running):
         factors, renewed = step._factors(votes, lr, worth, shift, step.Squares(squares, number))
         noise = philox.noise16(votes.numel(), seed=seed, step=number, stream=stream, call=call).view(shape)
         factors, old = factors._replace(quiet=0.0 if grid.memory_bits else 0.15), grid.values(stored)
-        new = step.rounding(old, votes, noise, factors, grid.limit, grid.memory_bits, follow, grid.skew)
+        new = step.rounding(old, votes, noise, factors, grid.limit, grid.memory_bits, follow, grid.lowest)
         return grid.from_values(new), renewed, int((grid.value_levels(new) != grid.value_levels(old)).sum())
 
     return fused.Layer(stored=stored.clone().to(DEVICE), votes=votes.to(DEVICE), worth=worth, stream=stream, shift=shift,
@@ -460,10 +460,10 @@ def test_c_move_equals_definition_over_several_blocks(c, bits, memory, gain):
     shape = (3, 4101)
     grid, votes = Grid(bits, *shape, memory), random_votes(shape, torch.int32)
     torch.manual_seed(2)
-    old = torch.randint(-grid.limit - grid.skew, grid.limit + 1, shape, dtype=torch.int8)
+    old = torch.randint(grid.lowest, grid.limit + 1, shape, dtype=torch.int8)
     stored, factors = grid.from_values(old.clone()), step._factors(votes, 1.0, gain, 0)[0]
     new = step.rounding(old, votes, philox.noise16(votes.numel(), **STREAM).view(shape), factors, grid.limit,
-                        grid.memory_bits, 90, grid.skew)
+                        grid.memory_bits, 90, grid.lowest)
     flips = torch.zeros((), dtype=torch.int64)
     c.move(stored, votes, shape[1], flips, follow=90, **grid.form, **factors._asdict(), **STREAM)
     assert torch.equal(stored, grid.from_values(new))

@@ -63,7 +63,7 @@ def test_weights_stay_on_the_grid_and_some_move(rule, vote, form, tiny_net, batc
     train(model, optimizer, batches)
     for layer, old in zip(quantized_layers(model).values(), before, strict=True):
         values = layer.grid.values(layer.weight)
-        assert -layer.grid.limit - layer.grid.skew <= int(values.min()) <= int(values.max()) <= layer.grid.limit
+        assert layer.grid.lowest <= int(values.min()) <= int(values.max()) <= layer.grid.limit
         assert int(layer.levels().abs().max()) <= 3
         assert not torch.equal(layer.levels(), old)
         assert layer.weight.dtype == (torch.int8 if form == "memory" else torch.uint8)

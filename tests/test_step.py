@@ -21,8 +21,8 @@ def noise_of(shape: tuple[int, ...], seed: int = 5) -> torch.Tensor:
     return noise16(torch.Size(shape).numel(), seed=seed, step=1, stream=2).view(shape)
 
 
-def random_values(shape: tuple[int, ...], limit: int, skew: int = 0) -> torch.Tensor:
-    return torch.randint(-limit - skew, limit + 1, shape, dtype=torch.int8)
+def random_values(shape: tuple[int, ...], limit: int, lowest: int | None = None) -> torch.Tensor:
+    return torch.randint(-limit if lowest is None else lowest, limit + 1, shape, dtype=torch.int8)
 
 
 def random_votes(shape: tuple[int, ...], top: int = 40) -> torch.Tensor:
@@ -126,11 +126,11 @@ def test_topk_chance_is_never_rounded_to_none_nor_given_without_votes():
 def test_rounding_equals_the_reference(shape, top, bits, memory_bits):
     kept = Grid(bits, *shape, memory_bits > 0)
     assert kept.memory_bits == memory_bits
-    values, votes, noise = random_values(shape, kept.limit, kept.skew), random_votes(shape, top), noise_of(shape)
+    values, votes, noise = random_values(shape, kept.limit, kept.lowest), random_votes(shape, top), noise_of(shape)
     expected = reference.rounding(values.tolist(), votes.tolist(), noise.tolist(), lr=0.37, memory_bits=memory_bits,
                                   largest=2 ** (bits - 1) - 1, follow=70, spare_bits=kept.spare_bits)
     factors = step.rounding_factors(votes, 0.37, kept.resolution)[0]
-    new = step.rounding(values, votes, noise, factors, kept.limit, memory_bits, 70, kept.skew)
+    new = step.rounding(values, votes, noise, factors, kept.limit, memory_bits, 70, kept.lowest)
     assert new.dtype == torch.int8
     assert_near_reference(new, torch.tensor(expected))
     assert not torch.equal(new, values)
@@ -375,16 +375,26 @@ def test_rules_stay_on_the_grid_and_move_something(rule, memory, bits):
     kept = Grid(bits, 63, 65, memory)
     values, votes, noise = random_values((63, 65), kept.limit), random_votes((63, 65)), noise_of((63, 65))
     if rule == "topk":
-        new = step.topk(values, votes, noise, step.topk_bounds(votes, 0.6), 0.05, kept.unit, kept.limit, kept.skew)
+        new = step.topk(values, votes, noise, step.topk_bounds(votes, 0.6), 0.05, kept.unit, kept.limit, kept.lowest)
     else:
         factors = step.rounding_factors(votes, 0.8, kept.resolution)[0]
-        new = step.rounding(values, votes, noise, factors, kept.limit, kept.memory_bits, 60, kept.skew)
-    assert -kept.limit - kept.skew <= int(new.min())
+        new = step.rounding(values, votes, noise, factors, kept.limit, kept.memory_bits, 60, kept.lowest)
+    assert kept.lowest <= int(new.min())
     assert int(new.max()) <= kept.limit
     assert int(kept.value_levels(new).abs().max()) <= 2 ** (bits - 1) - 1
     assert not torch.equal(kept.value_levels(new), kept.value_levels(values))
     moved_against = (values.long() - new.long()) * votes.sign()
     assert float((moved_against >= 0).double().mean()) > 0.85
+
+
+@pytest.mark.parametrize("bits", [3, 5])
+def test_topk_moves_levels_as_if_no_bit_were_to_spare(bits):
+    fine, largest = Grid(bits, 63, 65, memory=False), 2 ** (bits - 1) - 1
+    values, votes, noise = random_values((63, 65), fine.limit, fine.lowest), random_votes((63, 65)), noise_of((63, 65))
+    bounds, levels = step.topk_bounds(votes, 0.6), fine.value_levels(values)
+    new = step.topk(values, votes, noise, bounds, 0.05, fine.unit, fine.limit, fine.lowest)
+    assert torch.equal(fine.value_levels(new), step.topk(levels, votes, noise, bounds, 0.05, 1, largest))
+    assert not torch.equal(fine.value_levels(new), levels)
 
 
 @both_rules
@@ -407,7 +417,7 @@ def test_rules_give_the_same_in_row_blocks(rule):
 @pytest.mark.parametrize("shape", [(1, 64), (63, 65), (257, 1030)], ids="{0[0]}x{0[1]}".format)  # the last in 3 blocks
 def test_move_equals_the_rule_on_the_whole_matrix(shape, rule, memory):
     kept = Grid(3, *shape, memory)
-    old, votes = random_values(shape, kept.limit, kept.skew), random_votes(shape)
+    old, votes = random_values(shape, kept.limit, kept.lowest), random_votes(shape)
     weight = kept.from_values(old).clone()
     weight.grid, weight.read_scale = kept, lambda: 0.05
     ballot = Ballot(vote="int8", sample="token", mask="none", seed=91, layer=4, step=17, votes=votes)
@@ -416,12 +426,12 @@ def test_move_equals_the_rule_on_the_whole_matrix(shape, rule, memory):
 
     noise = noise16(votes.numel(), seed=91, step=17, stream=3 * 4, call=2).view(shape)
     if rule == "topk":
-        expected = step.topk(old, votes, noise, step.topk_bounds(votes, 0.45), 0.03, kept.unit, kept.limit, kept.skew)
+        expected = step.topk(old, votes, noise, step.topk_bounds(votes, 0.45), 0.03, kept.unit, kept.limit, kept.lowest)
     else:
         levels = step.levels_a_step(0.05, 3, shape[1]) * (1 if memory else 0.5)
         factors = step.rounding_factors(votes, 0.45, kept.resolution, levels,
                                         quorum=0 if memory else step.quorum_of(1.1, 4))[0]
-        expected = step.rounding(old, votes, noise, factors, kept.limit, kept.memory_bits, 64, kept.skew)
+        expected = step.rounding(old, votes, noise, factors, kept.limit, kept.memory_bits, 64, kept.lowest)
     assert torch.equal(kept.values(weight), expected)
     assert int(ballot.flips) == int((kept.levels(weight) != kept.value_levels(old)).sum()) > 0
 
