@@ -6,7 +6,6 @@ import triton.language as tl
 from torch import Tensor
 
 from gft.kernels.fused.noise import STREAM, load_eights, noise16, noise16_by_eights, on_device
-from gft.kernels.fused.overlap import launched_early, let_next_begin, overlaps, wait_for_previous
 
 # A program rounds LANES · RUN tokens × FEATURES. A thread rounds eight features of RUN = 8 tokens, one after the other, so
 # WARPS = LANES · FEATURES / 256. Larger programs leave more of the GPU idle in their last round.
@@ -95,9 +94,8 @@ def _with_care(values, factors, out, first, block, tokens, features, largest_squ
 @triton.jit(do_not_specialize=STREAM)
 def _quantize_kernel(values, factors, out, squares, not_finite, tokens, features, largest_square, seed, step, stream, call,
                      SIGN: tl.constexpr, ALIGNED: tl.constexpr, BY_EIGHTS: tl.constexpr, TOP: tl.constexpr,
-                     LANES: tl.constexpr, RUN: tl.constexpr, FEATURES: tl.constexpr, OVERLAPS: tl.constexpr):
+                     LANES: tl.constexpr, RUN: tl.constexpr, FEATURES: tl.constexpr):
     """Tokens last: the votes are a product over tokens, and int8 tensor cores want those side by side."""
-    let_next_begin(OVERLAPS)
     block, chunk = tl.program_id(0), tl.program_id(1)  # programs that start one after the other read the same tokens
     first = chunk.to(tl.int64) * (LANES * RUN)
     sums, bad = tl.full((FEATURES,), float("inf"), tl.float32), 0
@@ -117,11 +115,10 @@ def _quantize_kernel(values, factors, out, squares, not_finite, tokens, features
 
 @triton.jit(do_not_specialize=["chunks", "tokens", "programs"])
 def _mean_kernel(squares, not_finite, mean, counted, chunks, tokens, programs, features,
-                 COUNT: tl.constexpr, CHUNKS: tl.constexpr, FEATURES: tl.constexpr, OVERLAPS: tl.constexpr):
+                 COUNT: tl.constexpr, CHUNKS: tl.constexpr, FEATURES: tl.constexpr):
     """The chunks' sums of squares, added in a fixed order; how many values were not finite is added to what was counted."""
     column = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
     total = tl.zeros((CHUNKS, FEATURES), tl.float32)
-    wait_for_previous(OVERLAPS)
     for first in range(0, chunks, CHUNKS):
         chunk = first + tl.arange(0, CHUNKS)
         live = (chunk < chunks)[:, None] & (column < features)[None, :]
@@ -157,14 +154,13 @@ def quantize(values: Tensor,  # (n, features) float
     grid = triton.cdiv(features, FEATURES), triton.cdiv(tokens, LANES * RUN)
     squares, not_finite = empty(grid[1], features), empty(*grid, dtype=torch.int32)
     aligned = tokens % 16 == 0 and features % 8 == 0 and values.data_ptr() % 16 == 0
-    early = overlaps(values)
     with torch.cuda.device_of(values):  # Triton launches on the current device, not on the tensor's
         _quantize_kernel[grid](
             values, mean if factors is None else factors, out, squares, not_finite, tokens, features, largest_squared**2,
             seed, on_device(step, values), stream, call,
             SIGN=factors is None, ALIGNED=aligned, BY_EIGHTS=features % 8 == 0, TOP=float(largest * 65536), LANES=LANES,
-            RUN=RUN, FEATURES=FEATURES, OVERLAPS=early, num_warps=WARPS, maxnreg=MOST_REGISTERS)
+            RUN=RUN, FEATURES=FEATURES, num_warps=WARPS, maxnreg=MOST_REGISTERS)
         _mean_kernel[(triton.cdiv(features, 16),)](
             squares, not_finite, mean, mean if counted is None else counted, grid[1], tokens, not_finite.numel(), features,
-            COUNT=counted is not None, CHUNKS=128, FEATURES=16, OVERLAPS=early, **launched_early(early))
+            COUNT=counted is not None, CHUNKS=128, FEATURES=16)
     return out.t(), mean
