@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from gft.lab import build, data, recipes, report, tables, train
+from gft.lab.data.augment import middle
 from gft.lab.models import DNN, GPT, ViT, vit
 
 TINY = ["width=24", "depth=3", "steps=30", "data=digits", "batch=64"]
@@ -50,7 +51,8 @@ def test_recipes_hold_every_row_of_the_papers_tables():
 def test_recipe_settings_are_read_by_type_and_checked():
     recipe = recipes.find("mnist-dnn-quantized-2bit").changed(["lr=0.07", "memory=false", "depth=7", "norm=rms"])
     assert (recipe.lr, recipe.memory, recipe.depth, recipe.norm) == (0.07, False, 7, "rms")
-    for bad in ("lr", "nonsense=1", "depth=many", "memory=perhaps", "norm=layer", "steps=0", "name=x", "paper=3"):
+    for bad in ("lr", "nonsense=1", "depth=many", "memory=perhaps", "norm=layer", "steps=0", "name=x", "paper=3",
+                "eval_crop=0", "eval_crop=1.5", "eval_crop=0.5"):
         with pytest.raises(ValueError, match=bad.split("=")[0]):
             recipe.changed([bad])
     with pytest.raises(ValueError, match="did you mean mnist-dnn-fp"):
@@ -140,6 +142,17 @@ def test_patches_are_cut_where_a_convolution_would_see_them(monkeypatch):
     some, whole = tokens
     torch.testing.assert_close(whole, convolution(images).flatten(2).transpose(1, 2) + model.positions[:, 1:])
     torch.testing.assert_close(some, torch.stack([row[places] for row, places in zip(whole, seen, strict=True)]))
+
+
+def test_evaluation_sees_the_middle_alone():
+    digits = data.load("digits-images")
+    recipe, seen = small("mnist-vit-fp", "eval_crop=0.5", "eval_batch=100"), []
+    model = build.build_model(recipe, digits)
+    model.register_forward_pre_hook(lambda model, inputs: seen.append(inputs[0]))
+    value = train.evaluate(model, digits, "val", recipe)
+    whole, labels = digits.normalised(digits.val[0]), digits.val[1]
+    torch.testing.assert_close(torch.cat(seen), middle(whole, 0.5))
+    assert value == pytest.approx(100 * (model(middle(whole, 0.5)).argmax(1) == labels).double().mean().item())
 
 
 def test_positions_of_waves_tell_neighbours():

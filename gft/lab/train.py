@@ -19,6 +19,7 @@ from gft.capture import on_the_host
 from gft.lab import baselines
 from gft.lab import data as datasets
 from gft.lab.build import Data, build_model, build_optimizer, build_scheduler
+from gft.lab.data.augment import middle
 from gft.lab.recipes import Recipe
 from gft.lab.runs import RunFolder, TrainingError, commit, device_name, read_json, resolve_device
 from gft.layers import quantized_layers
@@ -63,6 +64,8 @@ def evaluate(model: nn.Module, data: Data, split: str, recipe: Recipe) -> float:
     model.eval()
     total, count = 0.0, 0
     for x, y in data.evaluation_batches(split, recipe.eval_batch):
+        if recipe.eval_crop < 1:
+            x = middle(x, recipe.eval_crop)
         with precision(recipe, x.device):
             logits = model(x)
         right = (logits.argmax(-1) == y).sum() if recipe.metric == "accuracy" else cross_entropy(logits, y, reduction="sum")

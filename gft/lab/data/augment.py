@@ -96,6 +96,14 @@ def resample(images: Tensor,  # (n, channels, height, width) float
     return F.grid_sample(images, grid, mode="bilinear", padding_mode="reflection", align_corners=False)
 
 
+def middle(images: Tensor,  # (n, channels, height, width) float
+           share: float,  # of each side
+           ) -> Tensor:
+    """The middle of each image at the size of the whole: what is evaluated where training sees crops."""
+    maps = torch.tensor([[share, 0, 0], [0, share, 0]], device=images.device)
+    return resample(images, maps.expand(len(images), 2, 3))
+
+
 # ---------------------------------------------------------------------------------------------------- colours
 
 
