@@ -17,7 +17,6 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from PIL import Image
 
 from gft.lab import data, train
@@ -210,16 +209,6 @@ def test_resampling_through_the_whole_frame_changes_nothing_and_mirrors_exactly(
     quarters = torch.arange(4.0).view(2, 2).kron(torch.ones(4, 4))
     quarter = augmentation.resample(quarters[None, None], maps[None])
     assert quarter[0, 0, 1:, :-1].unique().tolist() == [2.0]
-
-
-def test_the_middle_of_an_image_is_its_middle():
-    image = torch.zeros(1, 1, 16, 16)
-    image[..., 4:12, 4:12] = torch.arange(1.0, 65).view(8, 8) / 64
-    half = augmentation.middle(image.expand(2, 3, -1, -1), 0.5)
-    assert half.shape == (2, 3, 16, 16)
-    # Twice as large: the mean of each two by two is the pixel it was, but at the edge, where it fades into the frame.
-    torch.testing.assert_close(F.avg_pool2d(half, 2)[1, 2, 1:-1, 1:-1], image[0, 0, 5:11, 5:11])
-    torch.testing.assert_close(augmentation.middle(image, 1.0), image)
 
 
 def test_strong_batches_are_mixed_as_their_labels_say(rng_untouched):

@@ -5,6 +5,7 @@ import queue
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from gft.lab import build, data, recipes, report, tables, train
 from gft.lab.data.augment import middle
@@ -142,6 +143,16 @@ def test_patches_are_cut_where_a_convolution_would_see_them(monkeypatch):
     some, whole = tokens
     torch.testing.assert_close(whole, convolution(images).flatten(2).transpose(1, 2) + model.positions[:, 1:])
     torch.testing.assert_close(some, torch.stack([row[places] for row, places in zip(whole, seen, strict=True)]))
+
+
+def test_the_middle_of_an_image_is_its_middle():
+    image = torch.zeros(1, 1, 16, 16)
+    image[..., 4:12, 4:12] = torch.arange(1.0, 65).view(8, 8) / 64
+    half = middle(image.expand(2, 3, -1, -1), 0.5)
+    assert half.shape == (2, 3, 16, 16)
+    # Twice as large: the mean of each two by two is the pixel it was, but at the edge, where it fades into the frame.
+    torch.testing.assert_close(F.avg_pool2d(half, 2)[1, 2, 1:-1, 1:-1], image[0, 0, 5:11, 5:11])
+    torch.testing.assert_close(middle(image, 1.0), image)
 
 
 def test_evaluation_sees_the_middle_alone():
