@@ -222,7 +222,7 @@ def as_paper(recipe: Recipe) -> Recipe:
 def as_packed(recipe: Recipe) -> Recipe:
     """The same by the default rule without memory: 0.25 B a 2-bit weight, 0.5 B a 3- or 4-bit one, and no state.
 
-    Weights that never rest keep a network from learning by heart, so a GPT needs dropout only for layers that are floats.
+    Packed GPTs lose by the dropout of the others; only Hybrid-1, whose attention is floats, learns by heart without any.
     """
     packed = dataclasses.replace(recipe, name=f"{recipe.name}-packed", memory=False, lr=0.1)
     if recipe.model != "gpt":
