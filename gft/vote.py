@@ -107,9 +107,8 @@ def quantize_by_stream(values: Tensor,  # (n, features) float
     """`quantize` with the noise of a stream, and what else is asked of the values; in one kernel where there is one."""
     kernel, code = kernels.twin_of(values), CODES[vote]
     if kernel is not None and (vote != "sign" or values.is_cuda):
-        rms = mean_square(values).sqrt() if rms is None and vote != "sign" else rms
-        if factors is None and rms is not None:
-            factors = fixed_point_factor(code, rms)
+        if factors is None and vote != "sign":
+            factors = fixed_point_factor(code, mean_square(values).sqrt() if rms is None else rms)
         q, square = kernel.quantize(values, factors, counted, largest=code.largest, largest_squared=LARGEST_SQUARED,
                                     **stream)
         return Quantized(q, None if vote == "sign" else square)
