@@ -285,7 +285,7 @@ def test_votes_kernel_is_the_exact_product(fused, shape):
     assert torch.equal(fused.votes_product(delta.to(DEVICE), x.to(DEVICE)).cpu(), expected)
 
 
-@pytest.mark.parametrize(("sequences", "sequence"), [(1, 7), (5, 50), (3, 128), (40, 2)])
+@pytest.mark.parametrize(("sequences", "sequence"), [(1, 7), (5, 50), (3, 128), (40, 2), (6, 197), (9, 256)])
 @pytest.mark.parametrize("shape", [(24, 8), (70, 131)], ids=str)
 def test_sequence_votes_kernel_equals_definition(fused, sequences, sequence, shape):
     generator = torch.Generator().manual_seed(2)

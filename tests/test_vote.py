@@ -274,6 +274,18 @@ def test_sequence_votes_leave_single_tokens_and_other_codes_alone():
     assert ballot_of("sign", sample="sequence").speaks_per_sequence(9)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_single_tokens_vote_by_signs_also_after_sequences(device):
+    """The sequences left a running rms; signs have no scale that it could set."""
+    x, delta = torch.randn(12, 8, device=device), torch.randn(12, 5, device=device)
+    ballot = ballot_of("sign", sample="sequence")
+    cast(ballot, x, delta, sequence=4)
+    ballot.discard()
+    assert ballot.x_rms is not None
+    cast(ballot, x, delta, sequence=1)
+    assert torch.equal(ballot.votes.cpu(), (delta.sign().t() @ x.sign()).int().cpu())
+
+
 # ---------------------------------------------------------------------------------------------------- against the reference
 
 

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -93,29 +94,24 @@ def votes_product(delta: Tensor,  # (tokens, rows) int8, tokens side by side in 
     return votes
 
 
-@triton.jit(do_not_specialize=["sequences", "sequences_a_split"])
-def _sequence_votes_kernel(delta, x, votes, rows, columns, sequences, sequence, sequences_a_split,
-                           ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, EVEN: tl.constexpr,
+@triton.jit(do_not_specialize=["pieces_a_split"])
+def _sequence_votes_kernel(delta, x, votes, rows, columns, tokens, pieces_a_split,
+                           ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, PIECES: tl.constexpr,
                            GROUP: tl.constexpr):
     first_row, first_column = _tile(rows, columns, ROWS, COLUMNS, GROUP)
     row, column = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
-    length = sequences.to(tl.int64) * 0 + sequence
-    tokens, token = sequences * length, tl.arange(0, TOKENS)
-    from_delta = delta + tl.where(row < rows, row, 0).to(tl.int64)[:, None] * tokens + token[None, :]
-    from_x = x + tl.where(column < columns, column, 0).to(tl.int64)[:, None] * tokens + token[None, :]
-    total = tl.zeros((ROWS, COLUMNS), tl.int32)
-    first = tl.program_id(1) * sequences_a_split
-    for one in range(first, tl.minimum(first + sequences_a_split, sequences)):
-        voice = tl.zeros((ROWS, COLUMNS), tl.int32)
-        for start in range(0, sequence, TOKENS):
-            place = one * length + start
-            if EVEN:
-                a, b = tl.load(from_delta + place), tl.load(from_x + place)
-            else:
-                live = (start + token < sequence)[None, :]
-                a, b = tl.load(from_delta + place, mask=live, other=0), tl.load(from_x + place, mask=live, other=0)
-            voice = tl.dot(a, tl.trans(b), voice, out_dtype=tl.int32)
-        total += (voice > 0).to(tl.int32) - (voice < 0).to(tl.int32)
+    first, token = tl.program_id(1) * pieces_a_split, tl.arange(0, TOKENS)
+    from_delta = delta + tl.where(row < rows, row, 0).to(tl.int64)[:, None] * tokens + (first * TOKENS + token)[None, :]
+    from_x = x + tl.where(column < columns, column, 0).to(tl.int64)[:, None] * tokens + (first * TOKENS + token)[None, :]
+    total, voice = tl.zeros((ROWS, COLUMNS), tl.int32), tl.zeros((ROWS, COLUMNS), tl.int32)
+    # One loop and not two, so that the next pieces are read while this one is multiplied, also across sequences.
+    for piece in range(first, tl.minimum(first + pieces_a_split, tokens // TOKENS)):
+        voice = tl.dot(tl.load(from_delta), tl.trans(tl.load(from_x)), voice, out_dtype=tl.int32)
+        if piece % PIECES == PIECES - 1:  # the sequence ends
+            total += (voice > 0).to(tl.int32) - (voice < 0).to(tl.int32)
+            voice = tl.zeros((ROWS, COLUMNS), tl.int32)
+        from_delta += TOKENS
+        from_x += TOKENS
     live = (row < rows)[:, None] & (column < columns)[None, :]
     tl.atomic_add(votes + row.to(tl.int64)[:, None] * columns + column[None, :], total, mask=live, sem="relaxed")
 
@@ -124,14 +120,21 @@ def sequence_votes(delta: Tensor,  # (tokens, rows) int8
                    x: Tensor,  # (tokens, columns) int8
                    sequence: int) -> Tensor:  # tokens that make one sample -> (rows, columns) int32
     """The sum over sequences of the sign of a sequence's votes (vote._sequence_tally), none of which is ever written."""
-    delta, x = delta.t().contiguous(), x.t().contiguous()
+    at_once = 128 if sequence % 128 == 0 else 64 if sequence > 32 else 32
+    pieces = triton.cdiv(sequence, at_once)  # of a sequence
+
+    def filled_up(q: Tensor) -> Tensor:
+        """Feature by feature, each sequence filled up with zeros, which have no say, to whole pieces: a sequence of 50 would
+        begin anywhere, and be read byte by byte."""
+        return F.pad(q.t().unflatten(1, (-1, sequence)), (0, pieces * at_once - sequence)).flatten(1).contiguous()
+
+    delta, x = filled_up(delta), filled_up(x)
     (rows, tokens), columns = delta.shape, x.shape[0]
-    sequences, tiles = tokens // sequence, triton.cdiv(rows, 64) * triton.cdiv(columns, 128)
+    sequences, tiles = tokens // (pieces * at_once), triton.cdiv(rows, 64) * triton.cdiv(columns, 128)
     sequences_a_split = triton.cdiv(sequences, max(1, min(PROGRAMS // tiles, sequences)))
     votes = torch.zeros(rows, columns, dtype=torch.int32, device=x.device)
-    at_once = 128 if sequence % 128 == 0 else 64
     with torch.cuda.device_of(x):
         _sequence_votes_kernel[(tiles, triton.cdiv(sequences, sequences_a_split))](
-            delta, x, votes, rows, columns, sequences, sequence, sequences_a_split, ROWS=64, COLUMNS=128, TOKENS=at_once,
-            EVEN=sequence % at_once == 0, GROUP=8, num_warps=4, num_stages=3)
+            delta, x, votes, rows, columns, tokens, sequences_a_split * pieces, ROWS=64, COLUMNS=128, TOKENS=at_once,
+            PIECES=pieces, GROUP=8, num_warps=4, num_stages=3)
     return votes
