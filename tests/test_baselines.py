@@ -286,8 +286,8 @@ def test_result_counts_what_each_method_wrote(tmp_path):
 
 def test_table_of_baselines_has_its_own_columns(tmp_path):
     settings = [*SMALL, "steps=4"]
-    rows = tables.reproduce("baselines", tmp_path, seeds=2, rows=["fp", "gft-4bit", "signsgd-2bit"], settings=settings,
-                            device="cpu")
+    rows = tables.reproduce({"baselines": tmp_path}, seeds=2, rows=["fp", "gft-4bit", "signsgd-2bit"], settings=settings,
+                            device="cpu")["baselines"]
     assert [row["name"] for row in rows] == ["AdamW, full precision", "GFT 4bit", "GFT, packed 4bit",
                                              "GFT, the paper's rule 4bit", "Sign-majority SGD 2bit"]
     head, _, *body = [line for line in (tmp_path / "table.md").read_text().splitlines() if line.startswith("|")]

@@ -268,7 +268,8 @@ def test_a_folder_with_a_run_is_never_overwritten(tmp_path):
 
 def test_reproduce_writes_a_table_and_resumes(tmp_path, monkeypatch):
     settings = ["width=16", "data=digits", "steps=20", "batch=100"]
-    rows = tables.reproduce("mnist-dnn", tmp_path, seeds=2, rows=["fp", "quantized-2bit"], settings=settings, device="cpu")
+    chosen = {"seeds": 2, "rows": ["fp", "quantized-2bit"], "settings": settings, "device": "cpu"}
+    rows = tables.reproduce({"mnist-dnn": tmp_path}, **chosen)["mnist-dnn"]
     assert [row["name"] for row in rows] == ["Full-Precision", "Quantized 2bit"]
     assert all(row["n"] == 2 and row["gap"] == pytest.approx(row["mean"] - row["paper"]) for row in rows)
     text = (tmp_path / "table.md").read_text()
@@ -285,12 +286,11 @@ def test_reproduce_writes_a_table_and_resumes(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(train, "build_model", None)  # neither may train anything
         for folder in (tmp_path, elsewhere):
-            assert tables.reproduce("mnist-dnn", folder, seeds=2, rows=["fp", "quantized-2bit"], settings=settings,
-                                    device="cpu") == rows
+            assert tables.reproduce({"mnist-dnn": folder}, **chosen) == {"mnist-dnn": rows}
     assert report.markdown("", [{**rows[0], "commit": "a, b"}, {**rows[1], "commit": "b"}]).count(" · commit a, b · ") == 1
     # Other settings are other runs: the old line does not count as theirs.
-    (row,) = tables.reproduce("mnist-dnn", elsewhere, seeds=1, rows=["fp"], settings=[*settings, "dense_lr=0.01"],
-                              device="cpu")[:1]
+    row = tables.reproduce({"mnist-dnn": elsewhere}, seeds=1, rows=["fp"], settings=[*settings, "dense_lr=0.01"],
+                           device="cpu")["mnist-dnn"][0]
     assert row["n"] == 2
     fresh = json.loads((elsewhere / "runs.jsonl").read_text().splitlines()[0])
     assert fresh["config"]["dense_lr"] == 0.01
@@ -301,8 +301,8 @@ def test_reproduce_writes_a_table_and_resumes(tmp_path, monkeypatch):
 
 def test_a_table_of_losses_says_that_lower_is_better(tmp_path):
     settings = [*SMALL["gpt"], "steps=6", "batch=4", "warmup=1", "eval_every=3"]
-    (row,) = tables.reproduce("shakespeare-gpt", tmp_path, seeds=1, rows=["hybrid2-3bit"], variant="packed",
-                              settings=settings, device="cpu")
+    (row,) = tables.reproduce({"shakespeare-gpt": tmp_path}, seeds=1, rows=["hybrid2-3bit"], variant="packed",
+                              settings=settings, device="cpu")["shakespeare-gpt"]
     assert row["lower_is_better"]
     assert row["paper"] == 1.72
     assert row["bytes_per_weight"] == 0.5
@@ -311,12 +311,20 @@ def test_a_table_of_losses_says_that_lower_is_better(tmp_path):
     assert "--packed" in text
 
 
-def test_reproduce_runs_side_by_side(tmp_path):
+def test_reproduce_runs_tables_side_by_side(tmp_path):
     settings = ["width=16", "data=digits", "steps=20", "batch=100"]
-    (row,) = tables.reproduce("depth", tmp_path, seeds=2, rows=["depth-3"], settings=settings, device="cpu", jobs=2)
-    assert row["n"] == 2
-    with pytest.raises(ValueError, match="names no row"):
-        tables.reproduce("depth", tmp_path, rows=["depth-4"])
+    folders = {table: tmp_path / table for table in ("depth", "mnist-vit", "mnist-dnn")}
+    written = tables.reproduce(folders, seeds=2, rows=["depth-3", "dnn-fp"], settings=settings, device="cpu", jobs=2)
+    assert {table: [(row["recipe"], row["n"]) for row in rows] for table, rows in written.items()} == {
+        "depth": [("mnist-dnn-depth-3", 2)], "mnist-dnn": [("mnist-dnn-fp", 2)]}
+    assert "gft reproduce depth --seeds 2" in (tmp_path / "depth" / "table.md").read_text()
+    assert not (tmp_path / "mnist-vit").exists()
+
+
+def test_rows_that_no_table_has_are_refused(tmp_path, refuses):
+    with refuses(ValueError, "--rows depth-4 names no row of depth, mnist-vit"):
+        tables.reproduce({"depth": tmp_path / "a", "mnist-vit": tmp_path / "b"}, rows=["depth-4"])
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_run_whose_table_was_killed_stops(tmp_path, monkeypatch):

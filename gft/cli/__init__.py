@@ -107,7 +107,8 @@ def generate(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A run f
 
 
 @app.command()
-def reproduce(table: Annotated[str, typer.Argument(help=" | ".join([*tables.TITLES, "samples", "all"]))],
+def reproduce(names: Annotated[list[str], typer.Argument(metavar="TABLE",
+                                                         help=" | ".join([*tables.TITLES, "samples", "all"]))],
               seeds: Annotated[int, typer.Option(min=1)] = 5,
               rows: Annotated[list[str], typer.Option(help="Only recipes whose name contains this; repeatable.")] = [],  # noqa: B006
               paper: Annotated[bool, typer.Option("--paper", help="Train by the paper's own rule, gft.PAPER.")] = False,
@@ -115,18 +116,18 @@ def reproduce(table: Annotated[str, typer.Argument(help=" | ".join([*tables.TITL
               out: Annotated[Path, typer.Option(help="Where the tables' folders are made.")] = Path("runs/reproduce"),
               jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, each a process.")] = 1,
               device: Device = "auto", settings: Settings = []) -> None:  # noqa: B006
-    """Run a table of the paper with several seeds; a stopped table goes on where it was."""
+    """Run tables of the paper with several seeds, all in one queue; a stopped table goes on where it was."""
     if paper and packed:
         raise ValueError("--paper and --packed are two variants of a table; ask for one at a time")
-    if table == "samples":
+    if names == ["samples"]:
         console.print(f"Written: {tables.samples(out / 'shakespeare-gpt', device=device, settings=settings)}")
         return
     variant = "paper" if paper else "packed" if packed else "default"
-    for name in tables.TITLES if table == "all" else [table]:
-        folder = out / (name if variant == "default" else f"{name}-{variant}")
-        rows_done = tables.reproduce(name, folder, seeds=seeds, variant=variant, rows=rows, settings=settings, device=device,
-                                     jobs=jobs)
-        show_table(folder, rows_done)
+    folders = {name: out / (name if variant == "default" else f"{name}-{variant}")
+               for name in (tables.TITLES if names == ["all"] else names)}
+    written = tables.reproduce(folders, seeds=seeds, variant=variant, rows=rows, settings=settings, device=device, jobs=jobs)
+    for name, lines in written.items():
+        show_table(folders[name], lines)
 
 
 @app.command("report")

@@ -1,4 +1,4 @@
-"""Reproducing a table of the paper: every row with several seeds, resumably, several runs at a time if asked.
+"""Reproducing tables of the paper: every row with several seeds, resumably, several runs at a time if asked.
 
 Each run has its folder OUT/RECIPE/seed-S, and once finished a line in OUT/runs.jsonl with its settings, result and
 validation curve. A run that has its line is not run again, one that has a checkpoint goes on from it; so a stopped table
@@ -44,36 +44,50 @@ def recipes_of(table: str, variant: str = "default", rows: Sequence[str] = ()) -
     if variant not in VARIANTS:
         raise ValueError(f"no variant {variant!r}; choose one of {', '.join(VARIANTS)}")
     together = table == "baselines" and variant == "default"
-    chosen = [recipe for recipe in RECIPES.values() if recipe.table == table
-              and (together or variant_of(recipe.name) == variant)
-              and (not rows or any(row in recipe.name for row in rows))]
-    if not chosen:
-        raise ValueError(f"--rows {' '.join(rows)} names no row of {table}; gft recipes lists them")
-    return chosen
+    return [recipe for recipe in RECIPES.values() if recipe.table == table
+            and (together or variant_of(recipe.name) == variant)
+            and (not rows or any(row in recipe.name for row in rows))]
 
 
-def reproduce(table: str, out: Path, *, seeds: int = 5, variant: str = "default", rows: Sequence[str] = (),
-              settings: Sequence[str] = (), device: str = "auto", jobs: int = 1) -> list[Line]:
-    """Run what is missing of a table, then write it (`write_table`) beside the runs."""
-    recipes = [recipe.changed(list(settings)) for recipe in recipes_of(table, variant, rows)]
+def reproduce(folders: Mapping[str, Path],  # of each table
+              *, seeds: int = 5, variant: str = "default", rows: Sequence[str] = (), settings: Sequence[str] = (),
+              device: str = "auto", jobs: int = 1) -> dict[str, list[Line]]:
+    """Run what is missing of some tables, all in one queue, and write each (`write_table`) beside its runs when it is whole.
+    Tables without any of the `rows` are left alone."""
+    wanted = {table: [recipe.changed(list(settings)) for recipe in recipes_of(table, variant, rows)] for table in folders}
+    wanted = {table: recipes for table, recipes in wanted.items() if recipes}
+    if not wanted:
+        raise ValueError(f"--rows {' '.join(rows)} names no row of {', '.join(folders)}; gft recipes lists them")
     train.resolve_device(device)
-    command = " ".join(["gft reproduce", table, f"--seeds {seeds}", *([f"--{variant}"] if variant != "default" else []),
+    options = " ".join([f"--seeds {seeds}", *([f"--{variant}"] if variant != "default" else []),
                         *(f"--rows {row}" for row in rows), *(f"--set {setting}" for setting in settings),
                         *([f"--jobs {jobs}"] if jobs > 1 else [])])
-    finished = read_lines(out)
-    missing = [(recipe, seed, out / recipe.name / f"seed-{seed}") for seed in range(seeds) for recipe in recipes
-               if not has_line(finished, recipe, seed)]
-    out.mkdir(parents=True, exist_ok=True)
-    runs.write_json(out / "about.json", {"title": TITLES[table] + SUBTITLES[variant], "command": command})
+    finished = {table: read_lines(folders[table]) for table in wanted}
+    missing = {table: [(recipe, seed, folders[table] / recipe.name / f"seed-{seed}") for seed in range(seeds)
+                       for recipe in recipes if not has_line(finished[table], recipe, seed)]
+               for table, recipes in wanted.items()}
+    for table in wanted:
+        folders[table].mkdir(parents=True, exist_ok=True)
+        runs.write_json(folders[table] / "about.json", {"title": TITLES[table] + SUBTITLES[variant],
+                                                        "command": f"gft reproduce {table} {options}"})
+    written = {table: write_table(folders[table]) for table, left in missing.items() if not left}
+    unfinished = {table: len(left) for table, left in missing.items()}
+    waiting = [run for left in missing.values() for run in left]
+    total = seeds * sum(map(len, wanted.values()))
     with Bars() as bars:
-        bars.add("all runs", seeds * len(recipes))
-        bars.advance("all runs", seeds * len(recipes) - len(missing))
-        for name, told in (_in_turn(missing, device) if jobs == 1 else _side_by_side(missing, device, jobs)):
+        bars.add("all runs", total)
+        bars.advance("all runs", total - len(waiting))
+        for name, told in (_in_turn(waiting, device) if jobs == 1 else _side_by_side(waiting, device, jobs)):
             bars.show(name, told)
-            if told.result is not None:
-                bars.done(name)
-                bars.advance("all runs")
-    return write_table(out)
+            if told.result is None:
+                continue
+            bars.done(name)
+            bars.advance("all runs")
+            table = told.result["table"]
+            unfinished[table] -= 1
+            if not unfinished[table]:
+                written[table] = write_table(folders[table])
+    return {table: written[table] for table in wanted}
 
 
 def read_lines(out: Path) -> dict[tuple[str, int], Line]:
