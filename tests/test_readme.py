@@ -1,11 +1,16 @@
-"""The README's Python runs as it stands, and leaves integers behind."""
+"""The README's Python runs as it stands, and leaves integers behind; its tables say what results/ says, and results/ is of
+the recipes as they are."""
 
 import re
 from pathlib import Path
 
-import gft
+import pytest
 
-README = Path(__file__).parent.parent / "README.md"
+import gft
+from gft.lab import tables
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
 
 
 def test_readme_snippets_run_and_train():
@@ -19,3 +24,57 @@ def test_readme_snippets_run_and_train():
     names["model"] = gft.dequantize_(names["model"])
     exec(blocks[1], names)
     assert names["optimizer"].param_groups[0]["lr"] == 0.75
+
+
+# ---------------------------------------------------------------------------------------------------- numbers
+
+
+def table_after(text: str, marker: str = "") -> list[list[str]]:
+    """The cells of the first Markdown table after the marker, its header first; bold and typographic signs taken off."""
+    lines = iter(text[text.index(marker):].replace("**", "").replace("−", "-").splitlines())
+    line = next(line for line in lines if line.startswith("|"))
+    rows = []
+    while line.startswith("|"):
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+        line = next(lines)
+    return [rows[0], *rows[2:]]
+
+
+VARIANTS = {"default": "", "ours": "", "packed": "-packed", "`gft.PAPER`": "-paper"}
+
+
+@pytest.mark.parametrize(("marker", "table"), [
+    ("**nanoGPT**", "shakespeare-gpt"), ("**on MNIST**, 4000 steps", "mnist-vit"), ("**on Imagenette**", "imagenette-vit"),
+    ("**The paper's 5-layer DNN**", "mnist-dnn")])
+def test_tables_of_the_readme_say_what_results_say(marker, table):
+    header, *rows = table_after(README.read_text(), marker)
+    told = {}
+    for column, title in enumerate(header):
+        variant, _, seeds = title.partition(" (n = ")
+        if variant not in VARIANTS:
+            continue
+        results = table_after((ROOT / "results" / f"{table}{VARIANTS[variant]}" / "table.md").read_text())[1:]
+        by_name = {name: (float(paper), *rest[:3]) for name, paper, *rest in results}
+        told[variant] = len(by_name)
+        for row in rows:
+            name = row[0].replace(" bit", "bit").replace(" (AdamW)", "")
+            if name not in by_name:
+                assert not row[column]
+                continue
+            n = seeds.rstrip(")") or row[header.index("n")]
+            assert (name, float(row[1]), row[column], row[column + 1], n) == (name, *by_name[name])
+    assert min(told.values()) >= 6
+    assert len(told) == sum(folder.name.removeprefix(table) in VARIANTS.values() and folder.name.startswith(table)
+                            for folder in (ROOT / "results").iterdir())
+
+
+# The oldest table has lines of a time when runs did not keep their settings.
+@pytest.mark.parametrize("folder", [file.parent.name for file in sorted((ROOT / "results").glob("*/runs.jsonl"))
+                                    if file.parent.name != "mnist-dnn-paper"])
+def test_results_are_of_the_recipes_as_they_are(folder):
+    variant = tables.variant_of(folder)
+    lines = tables.read_lines(ROOT / "results" / folder)
+    known = {recipe.name: recipe for recipe in tables.recipes_of(folder.removesuffix(f"-{variant}"), variant)}
+    assert lines.keys() <= {(name, seed) for name in known for seed in range(10)}
+    assert all(tables.has_line(lines, known[name], seed) for name, seed in lines)
+    assert {name for name, _ in lines} == known.keys()

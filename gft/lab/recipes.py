@@ -224,10 +224,10 @@ def as_packed(recipe: Recipe) -> Recipe:
 
     Packed GPTs lose by the dropout of the others; only Hybrid-1, whose attention is floats, learns by heart without any.
     """
-    packed = dataclasses.replace(recipe, name=f"{recipe.name}-packed", memory=False, lr=0.1)
+    packed = dataclasses.replace(recipe, name=f"{recipe.name}-packed", memory=False)
     if recipe.model != "gpt":
         return packed
-    return dataclasses.replace(packed, lr=0.2, dropout=0.1 if recipe.quantize == "mlp" else 0.0)
+    return dataclasses.replace(packed, dropout=0.1 if recipe.quantize == "mlp" else 0.0)
 
 
 VARIANTS = ("default", "paper", "packed")
