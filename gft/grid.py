@@ -139,11 +139,10 @@ class Grid:
         """How far apart the stored values of two levels are."""
         return 1 << (self.memory_bits or self.spare_bits)
 
-    @property
-    def resolution(self) -> int:
-        """A move is counted in 1/resolution of a level. With memory the rest reaches a whole level either way, in spare bits
-        half of one."""
-        return max(self.unit // 2, 1) if self.memory else self.unit
+    def resolution(self, waits: bool) -> int:
+        """A move is counted in 1/resolution of a level. What is kept beside a level reaches half of one either way; where
+        levels wait before they follow, memory must hold a whole one."""
+        return max(self.unit // 2, 1) if self.memory and waits else self.unit
 
     @property
     def limit(self) -> int:
@@ -179,7 +178,7 @@ class Grid:
         largest = largest_level(self.bits)
         positions = positions.clamp(-largest, largest)
         levels = positions.round()
-        rest = ((positions - levels) * self.resolution).round() if self.memory_bits else torch.zeros_like(levels)
+        rest = ((positions - levels) * self.resolution(True)).round() if self.memory_bits else torch.zeros_like(levels)
         return self.from_values((levels * self.unit + rest).to(torch.int8))
 
     def values(self, stored: Tensor) -> Tensor:

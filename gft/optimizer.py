@@ -50,8 +50,9 @@ class GFT(Optimizer):
     sample: who has a voice when vote is "sign": each "token", or each "sequence" (sign of the sum over its tokens).
     mask: "literal" counts only what line 9 of Algorithm 1 prints; weights can then only grow. "none" counts all.
     inertia: For rule "rounding" with memory: the share of levels that wait in a step before they follow where their votes
-        have carried them. It does what momentum does, without its state. At 0 every level follows at once and large
-        networks are held to small lr; near 1 levels lag far behind; 1 would never move. Weights without memory have none.
+        have carried them. It does what momentum does, without its state. At 0 every level follows at once, memory
+        counts twice as finely, and large networks are held to small lr; near 1 levels lag far behind; 1 would never move.
+        Weights without memory have none.
     quorum: For rule "rounding" without memory: votes below quorum · a rms are not heard, where a is the spacing of the grid
         that values move on (1.22 at 2 bits, 0.35 at 4, and at 3, where they move by halves). At 0 all are, and at 2 bits
         noise moves more weights than the votes' mean does; at 3 and more hardly any is.
@@ -298,9 +299,10 @@ def _round_together(weights: Sequence[Any], call: int, lr: float | Tensor, follo
     for weight in weights:
         grid, ballot = weight.grid, weight.ballot
         levels, unheard = _pace(weight, quorum)
+        worth = rules.worth_of(levels, grid.resolution(follow < rules.FOLLOW_ALL), unheard)
         layers.append(kernel.Layer(
-            stored=weight.detach(), votes=ballot.votes, running=ballot.votes_square,
-            worth=rules.worth_of(levels, grid.resolution, unheard), stream=ballot.stream(0, call)["stream"],
+            stored=weight.detach(), votes=ballot.votes, running=ballot.votes_square, worth=worth,
+            stream=ballot.stream(0, call)["stream"],
             shift=rules.square_shift(ballot.ceiling, grid.rows, grid.columns), quiet=rules.quiet_of(unheard), **grid.form))
     told = kernel.round_together(layers, lr, clip=rules.CLIP, most_halvings=rules.MOST_HALVINGS, follow=follow,
                                  seed=clock.seed, step=clock.step, call=call)
@@ -317,19 +319,19 @@ def move(weight: Tensor, ballot: Ballot, call: int, *, lr: float | Tensor, rule:
     assert votes is not None
     if ballot.flips is None:
         ballot.flips = torch.zeros((), dtype=torch.int64, device=weight.device)
-    bounds = factors = None
+    bounds, factors, follow = None, None, rules.follow_of(inertia)
     if rule == "topk":
         # A look at the largest vote would make the host wait for a GPU; a bound on it costs a few passes more instead.
         bounds = rules.topk_bounds(votes, lr, ballot.ceiling if weight.is_cuda else None)
     elif isinstance(lr, Tensor) or lr > 0:
         levels, unheard = _pace(weight, quorum)
-        factors, squares = rules.rounding_factors(votes, lr, grid.resolution, levels, ballot.ceiling, unheard,
+        factors, squares = rules.rounding_factors(votes, lr, grid.resolution(follow < rules.FOLLOW_ALL), levels,
+                                                  ballot.ceiling, unheard,
                                                   before=rules.Squares(ballot.votes_square, ballot.step))
         _keep_squares(grid, ballot, squares)
     if bounds is None and factors is None:
         return
-    stream, follow = ballot.stream(0, call), rules.follow_of(inertia)
-    kernel = kernels.twin_of(weight)
+    stream, kernel = ballot.stream(0, call), kernels.twin_of(weight)
     if kernel is not None:
         how = bounds._asdict() | {"p_min": rules.least_chance(p_min)} if bounds else factors._asdict()  # type: ignore[union-attr]
         kernel.move(weight.detach(), votes, grid.columns, ballot.flips, follow=follow, **grid.form, **how, **stream)

@@ -157,14 +157,17 @@ def rounding_moves(beta: Matrix, lr: float, squares: list[float] | None = None) 
 
 def rounding(values: Matrix, beta: Matrix, noise: Matrix, *, lr: float, memory_bits: int, largest: int,
              follow: int = 256, quorum: float = 0.0, spare_bits: int = 0) -> Matrix:
-    """w <- clip(stochastic_round(w - lr · heard(u)), -I, I); with memory `remembered` says what becomes of a stored value.
-    With spare bits w is counted in 1/2^spare_bits of a level and may be anything that rounds to one.
-    `lr` here is what a u of 1 is worth where all is heard."""
-    resolution = 2 ** (memory_bits - 1) if memory_bits else 2**spare_bits
+    """w <- clip(stochastic_round(w - lr · heard(u)), -I, I). With memory and levels that wait (follow below 256),
+    `remembered` says what becomes of a stored value; without waiting it is w in 1/2^memory_bits of a level. With spare
+    bits w is counted in 1/2^spare_bits of a level and may be anything that rounds to one. `lr` here is what a u of 1 is
+    worth where all is heard."""
+    waits = memory_bits > 0 and follow < 256
+    resolution = 2 ** (memory_bits - 1) if waits else 2 ** (memory_bits + spare_bits)
     moves = [[stochastic_round(Fraction(int(heard(move, lr * quorum) * resolution * 2**16), 2**16), n)
               for move, n in zip(*lines, strict=True)] for lines in zip(rounding_moves(beta, lr), noise, strict=True)]
-    if not memory_bits:
-        lowest, highest = (-largest, largest) if not spare_bits else values_of_levels(largest, spare_bits)
+    if not waits:
+        edge = largest * 2**memory_bits
+        lowest, highest = (-edge, edge) if not spare_bits else values_of_levels(largest, spare_bits)
         return [[clip(w - move, lowest, highest) for w, move in zip(*lines, strict=True)]
                 for lines in zip(values, moves, strict=True)]
     return [[remembered(value, move, n % 256 < follow, memory_bits, largest)

@@ -17,6 +17,8 @@ rounding (ours: every weight moves by the stochastic rounding of its share)
     z <- clip(stochastic_round(z - lr · u), -I, I)         kept to within one level of w   with memory
     w <- round(z)                                          with chance 1 - inertia, else w stays
 
+Without inertia w is always round(z), so memory need not tell them apart and counts z twice as finely.
+
 z is where the votes have carried the weight, w the level that the network computes with. Each step only some of the
 levels follow. Along any direction made of many weights w is then an average of past z that forgets by a share of
 1 - inertia a step, and that is momentum: v <- inertia · v + (1 - inertia) · u; w <- w - lr · v gives the same w. It costs
@@ -253,14 +255,14 @@ def rounding(values: Tensor,  # (rows, in) int8
              follow: int = FOLLOW_ALL,
              lowest: int | None = None) -> Tensor:  # -limit if not given -> (rows, in) int8
     """Move every weight by the stochastic rounding of its share: floor(move + noise). With memory the level follows with
-    a chance of follow/256."""
+    a chance of follow/256; where that is certain, values are z itself."""
     share = votes.float() * factors.row * factors.column
     move = share.clamp_(-factors.cap, factors.cap).to(torch.int32)  # type: ignore[call-overload, arg-type]
     if factors.quiet:  # in integers: no add a GPU could fuse with the product before it
         unheard = (torch.as_tensor(factors.cap, dtype=torch.float32) * factors.quiet).to(torch.int32)
         move = move - torch.minimum(torch.maximum(move, -unheard), unheard)
     move = move.add_(noise).bitwise_right_shift_(16)
-    if memory_bits == 0:
+    if memory_bits == 0 or follow == FOLLOW_ALL:
         return (values - move).clamp_(-limit if lowest is None else lowest, limit).to(torch.int8)
     half = memory_bits - 1  # 2^half counts one level of z
     level = values_to_levels(values, memory_bits).to(torch.int32)

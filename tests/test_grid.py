@@ -121,8 +121,8 @@ def test_store_nearest_keeps_level_and_rest(bits, memory):
     inside = positions.clamp(-largest, largest)
     assert torch.equal(kept.levels(stored).float(), inside.round())
     if kept.memory_bits:
-        rest = (kept.values(stored).float() - inside.round() * kept.unit) / kept.resolution
-        assert float((inside.round() + rest - inside).abs().max()) <= 0.5 / kept.resolution
+        rest = (kept.values(stored).float() - inside.round() * kept.unit) / kept.resolution(True)
+        assert float((inside.round() + rest - inside).abs().max()) <= 0.5 / kept.resolution(True)
     elif kept.spare_bits:
         fine = (kept.values(stored).float() + 0.5) / kept.unit
         reach = largest + 0.5 - 0.5 / kept.unit

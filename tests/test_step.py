@@ -120,17 +120,18 @@ def test_topk_chance_is_never_rounded_to_none_nor_given_without_votes():
 # ---------------------------------------------------------------------------------------------------- rounding
 
 
-@pytest.mark.parametrize(("bits", "memory_bits"), [(2, 6), (4, 4), (2, 0), (3, 0), (5, 0), (8, 0)])
+@pytest.mark.parametrize(("bits", "memory_bits", "follow"), [(2, 6, 70), (4, 4, 70), (2, 6, 256), (4, 4, 256), (2, 0, 70),
+                                                             (3, 0, 70), (5, 0, 70), (8, 0, 70)])
 @pytest.mark.parametrize(("shape", "top"), [((1, 64), 1), ((1, 64), 30_000), ((63, 65), 1), ((63, 65), 30_000),
                                             ((257, 130), 40)], ids=str)
-def test_rounding_equals_the_reference(shape, top, bits, memory_bits):
+def test_rounding_equals_the_reference(shape, top, bits, memory_bits, follow):
     kept = Grid(bits, *shape, memory_bits > 0)
     assert kept.memory_bits == memory_bits
     values, votes, noise = random_values(shape, kept.limit, kept.lowest), random_votes(shape, top), noise_of(shape)
     expected = reference.rounding(values.tolist(), votes.tolist(), noise.tolist(), lr=0.37, memory_bits=memory_bits,
-                                  largest=2 ** (bits - 1) - 1, follow=70, spare_bits=kept.spare_bits)
-    factors = step.rounding_factors(votes, 0.37, kept.resolution)[0]
-    new = step.rounding(values, votes, noise, factors, kept.limit, memory_bits, 70, kept.lowest)
+                                  largest=2 ** (bits - 1) - 1, follow=follow, spare_bits=kept.spare_bits)
+    factors = step.rounding_factors(votes, 0.37, kept.resolution(follow < 256))[0]
+    new = step.rounding(values, votes, noise, factors, kept.limit, memory_bits, follow, kept.lowest)
     assert new.dtype == torch.int8
     assert_near_reference(new, torch.tensor(expected))
     assert not torch.equal(new, values)
@@ -287,8 +288,9 @@ def test_rounding_depends_on_the_proportions_of_votes_alone(shift):
 @pytest.mark.parametrize("top", [2**20, 2**36, 2**50], ids="votes to {}".format)
 def test_rounding_of_large_votes_equals_the_reference(top):
     values, votes, noise = random_values((63, 65), 112), random_votes((63, 65), top), noise_of((63, 65))
-    expected = reference.rounding(values.tolist(), votes.tolist(), noise.tolist(), lr=0.2, memory_bits=4, largest=7)
-    new = step.rounding(values, votes, noise, step.rounding_factors(votes, 0.2, 8)[0], 112, 4)
+    expected = reference.rounding(values.tolist(), votes.tolist(), noise.tolist(), lr=0.2, memory_bits=4, largest=7,
+                                  follow=99)
+    new = step.rounding(values, votes, noise, step.rounding_factors(votes, 0.2, 8)[0], 112, 4, follow=99)
     # Beyond 15 bits votes are shifted for their row and column sums: a relative error of about 2^-15 in the moves.
     assert step_apart(new, torch.tensor(expected)) <= 1
     assert float((new != torch.tensor(expected)).double().mean()) < 5e-3
@@ -310,9 +312,10 @@ def step_apart(new: torch.Tensor, expected: torch.Tensor) -> int:
 def test_levels_wait_as_inertia_says_and_the_rest_is_remembered(bits):
     kept = Grid(bits, 257, 130, memory=True)
     values, votes, noise = random_values((257, 130), kept.limit), random_votes((257, 130)), noise_of((257, 130))
-    factors = step.rounding_factors(votes, 0.2, kept.resolution)[0]
+    noise -= (noise & 255 == 255).to(noise.dtype)  # so that below 255 are all
+    factors = step.rounding_factors(votes, 0.2, kept.resolution(True))[0]
     at_once, none, some = (step.rounding(values, votes, noise, factors, kept.limit, kept.memory_bits, follow)
-                           for follow in (256, 0, 64))
+                           for follow in (255, 0, 64))
     levels = kept.value_levels
     assert torch.equal(levels(none), levels(values))
     # With or without its level, a weight has been carried equally far, one level from where its level was at most.
@@ -334,7 +337,7 @@ def test_inertia_makes_the_mean_weight_follow_as_momentum_would():
     for number in range(steps):
         direction = 1 if number < 35 else -1
         votes = torch.full((1, many), 7 * direction, dtype=torch.int32)
-        factors = step.rounding_factors(votes, lr, kept.resolution)[0]
+        factors = step.rounding_factors(votes, lr, kept.resolution(True))[0]
         values = step.rounding(values, votes, noise_of((1, many), seed=number), factors, kept.limit, 4,
                                step.follow_of(inertia))
         velocity = inertia * velocity + (1 - inertia) * direction
@@ -350,13 +353,29 @@ def test_what_is_not_voted_on_comes_to_rest(bits):
     kept = Grid(bits, 40, 50, memory=True)
     values, votes = random_values((40, 50), kept.limit), torch.zeros(40, 50, dtype=torch.int32)
     votes[0, 0] = 1
-    factors = step.rounding_factors(votes, 1e-6, kept.resolution)[0]
-    at_rest = step.rounding(values, votes, noise_of((40, 50)), factors, kept.limit, kept.memory_bits, follow=256)
+    factors = step.rounding_factors(votes, 1e-6, kept.resolution(True))[0]
+    at_rest = step.rounding(values, votes, noise_of((40, 50)) & ~255, factors, kept.limit, kept.memory_bits, follow=255)
     assert not torch.equal(at_rest, values)
     for seed in range(3):
         noise = noise_of((40, 50), seed=seed)
-        assert torch.equal(step.rounding(at_rest, votes, noise, factors, kept.limit, kept.memory_bits, 256)[1:, 1:],
-                           at_rest[1:, 1:])
+        for follow in (255, 256):
+            assert torch.equal(step.rounding(at_rest, votes, noise, factors, kept.limit, kept.memory_bits, follow)[1:, 1:],
+                               at_rest[1:, 1:])
+
+
+@pytest.mark.parametrize("bits", [2, 4], ids="{}bit".format)
+def test_without_inertia_memory_counts_twice_as_finely(bits):
+    """On average a weight goes where its votes carry it, and its level is always the nearest."""
+    many, lr = 40_000, 0.013
+    kept = Grid(bits, 1, many, memory=True)
+    assert kept.resolution(waits=False) == 2 * kept.resolution(waits=True) == kept.unit
+    values, votes = kept.store(torch.zeros(1, many, dtype=torch.int8)), torch.full((1, many), 7, dtype=torch.int32)
+    factors = step.rounding_factors(votes, lr, kept.resolution(waits=False))[0]
+    for seed in range(30):
+        values = step.rounding(values, votes, noise_of((1, many), seed=seed), factors, kept.limit, kept.memory_bits)
+    assert float(values.double().mean()) / kept.unit == pytest.approx(-30 * lr, rel=0.02)
+    assert len(values.unique()) > 3
+    assert torch.equal(kept.value_levels(values), torch.floor(values.double() / kept.unit + 0.5).to(torch.int8))
 
 
 def test_follow_of_is_never_none():
@@ -377,7 +396,7 @@ def test_rules_stay_on_the_grid_and_move_something(rule, memory, bits):
     if rule == "topk":
         new = step.topk(values, votes, noise, step.topk_bounds(votes, 0.6), 0.05, kept.unit, kept.limit, kept.lowest)
     else:
-        factors = step.rounding_factors(votes, 0.8, kept.resolution)[0]
+        factors = step.rounding_factors(votes, 0.8, kept.resolution(True))[0]
         new = step.rounding(values, votes, noise, factors, kept.limit, kept.memory_bits, 60, kept.lowest)
     assert kept.lowest <= int(new.min())
     assert int(new.max()) <= kept.limit
@@ -429,7 +448,7 @@ def test_move_equals_the_rule_on_the_whole_matrix(shape, rule, memory):
         expected = step.topk(old, votes, noise, step.topk_bounds(votes, 0.45), 0.03, kept.unit, kept.limit, kept.lowest)
     else:
         levels = step.levels_a_step(0.05, 3, shape[1]) * (1 if memory else 0.5)
-        factors = step.rounding_factors(votes, 0.45, kept.resolution, levels,
+        factors = step.rounding_factors(votes, 0.45, kept.resolution(True), levels,
                                         quorum=0 if memory else step.quorum_of(1.1, 4))[0]
         expected = step.rounding(old, votes, noise, factors, kept.limit, kept.memory_bits, 64, kept.lowest)
     assert torch.equal(kept.values(weight), expected)

@@ -391,6 +391,8 @@ static void topk_moves(int16_t *move, const int32_t *narrow, const int64_t *broa
     }
 }
 
+enum { FOLLOW_ALL = 256 }; /* as in step.py */
+
 /* Levels follow their values at once. Returns how many changed. */
 static int move_values(int8_t *new, const int8_t *old, const int16_t *move, int count, Form form) {
     int16_t half = (int16_t)((1 << form.low_bits) / 2), changed = 0;
@@ -486,8 +488,9 @@ int64_t gft_move(uint8_t *stored, const void *votes, int wide, const float *row_
                 rounded_moves(move, narrow, broad, count, noise, row_factor[row], column_factor + start, rule.cap,
                               (int32_t)(cap * quiet));
             read_values(old, bytes, count, form);
-            flips += topk || memory_bits == 0 ? move_values(new, old, move, count, form)
-                                              : move_with_inertia(new, old, move, noise, count, form);
+            flips += topk || memory_bits == 0 || follow == FOLLOW_ALL
+                         ? move_values(new, old, move, count, form)
+                         : move_with_inertia(new, old, move, noise, count, form);
             write_values(bytes, new, count, form);
         }
     }

@@ -19,11 +19,12 @@ from gft.kernels.fused.overlap import launched_early, overlaps, wait_for_previou
 # A thread moves RUN times eight weights. Its program takes 128 eighths of a row where that leaves no more threads idle at a
 # row's end than 16 eighths do, and as many rows as it then has threads for; both keep factors and words in their threads.
 MOVE_RUN, MOVE_WARPS, MOVE_EIGHTHS = 4, 4, (128, 16)
+FOLLOW_ALL = 256  # as in step.py
 
 
 @triton.jit
 def _moved(old, vote, noise, row_factor, column_factor, cap, unheard, follow, least, largest, p_min,
-           TOPK: tl.constexpr, LOWEST: tl.constexpr, HIGHEST: tl.constexpr, MEMORY_BITS: tl.constexpr,
+           TOPK: tl.constexpr, WAITS: tl.constexpr, LOWEST: tl.constexpr, HIGHEST: tl.constexpr, MEMORY_BITS: tl.constexpr,
            SPARE_BITS: tl.constexpr):
     """step.topk or step.rounding. Values come and go half a level higher: then the bits above the lowest are the level."""
     UNIT: tl.constexpr = 1 << MEMORY_BITS + SPARE_BITS
@@ -40,7 +41,7 @@ def _moved(old, vote, noise, row_factor, column_factor, cap, unheard, follow, le
         if MEMORY_BITS == 0:
             move -= tl.minimum(tl.maximum(move, -unheard), unheard)
         move = (move + noise) >> 16
-    if TOPK or MEMORY_BITS == 0:
+    if TOPK or not WAITS:
         return tl.minimum(tl.maximum(old - move, LOWEST), HIGHEST)
     centre = (old & -UNIT) >> 1
     z = centre + tl.minimum(tl.maximum((old & UNIT - 1) - move, 0), UNIT - 1)
@@ -64,12 +65,12 @@ def _fields_set(word, WIDTH: tl.constexpr):
 @triton.jit(do_not_specialize=[*STREAM, "quiet", "p_min", "follow"])
 def _move_kernel(stored, votes, stream, row_factor, column_factor, cap, least, largest, flips, stride, rows, columns,
                  bytes_a_row, quiet, p_min, follow, seed, step, call,
-                 TOPK: tl.constexpr, BY_EIGHTS: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr, WIDTH: tl.constexpr,
-                 TOP_LEVEL: tl.constexpr, MEMORY_BITS: tl.constexpr, SPARE_BITS: tl.constexpr, ROWS: tl.constexpr,
-                 EIGHTHS: tl.constexpr, OVERLAPS: tl.constexpr):
+                 TOPK: tl.constexpr, WAITS: tl.constexpr, BY_EIGHTS: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr,
+                 WIDTH: tl.constexpr, TOP_LEVEL: tl.constexpr, MEMORY_BITS: tl.constexpr, SPARE_BITS: tl.constexpr,
+                 ROWS: tl.constexpr, EIGHTHS: tl.constexpr, OVERLAPS: tl.constexpr):
     """A thread has eight weights side by side: one counter of noise, and one word of WIDTH bytes.
 
-    BY_EIGHTS: no row ends inside a word. EVEN: and none inside a program.
+    WAITS: levels wait before they follow. BY_EIGHTS: no row ends inside a word. EVEN: and none inside a program.
     """
     # From the end, where the votes that were squared last may still be in the cache.
     row_block, eighth_block = tl.num_programs(0) - 1 - tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
@@ -112,7 +113,7 @@ def _move_kernel(stored, votes, stream, row_factor, column_factor, cap, least, l
     wait_for_previous(OVERLAPS)  # until the factors are there; votes and weights have been all along
     if TOPK:
         new = _moved(old, vote, noise, 0.0, 0.0, 0.0, 0, follow, tl.load(least), tl.load(largest), p_min,
-                     TOPK, LOWEST, HIGHEST, MEMORY_BITS, SPARE_BITS)
+                     TOPK, WAITS, LOWEST, HIGHEST, MEMORY_BITS, SPARE_BITS)
     else:
         most = tl.load(cap)
         follow = tl.where(most > 0, follow, 0)  # at a lr of 0, which may have been on the device, nothing follows
@@ -129,7 +130,7 @@ def _move_kernel(stored, votes, stream, row_factor, column_factor, cap, least, l
         else:
             by_column = tl.load(column_factor + column, mask=column < columns, other=0.0)
         new = _moved(old, vote, noise, by_row, by_column, most, unheard, follow, 0, 0, p_min,
-                     TOPK, LOWEST, HIGHEST, MEMORY_BITS, SPARE_BITS)
+                     TOPK, WAITS, LOWEST, HIGHEST, MEMORY_BITS, SPARE_BITS)
     if not BY_EIGHTS:
         new = tl.where(live, new, old)
     if WIDTH == 8:
@@ -174,9 +175,10 @@ def _move(stored: Sequence[Tensor], votes: Sequence[Tensor], stream: Sequence[in
         _move_kernel[(triton.cdiv(rows, rows_at_once), triton.cdiv(columns, eighths * 8), len(stored))](
             padded(stored), padded(votes), padded(numbers), *used, flips, stride, rows, columns, bytes_a_row, quiet, p_min,
             follow, seed, on_device(step, first), call,
-            TOPK=least is not None, BY_EIGHTS=in_words, EVEN=even, PACKED=packed_width > 0, WIDTH=packed_width or 8,
-            TOP_LEVEL=top_level, MEMORY_BITS=memory_bits, SPARE_BITS=spare_bits, ROWS=rows_at_once, EIGHTHS=eighths,
-            OVERLAPS=early, num_warps=MOVE_WARPS, **launched_early(early))
+            TOPK=least is not None, WAITS=memory_bits > 0 and follow < FOLLOW_ALL, BY_EIGHTS=in_words, EVEN=even,
+            PACKED=packed_width > 0, WIDTH=packed_width or 8, TOP_LEVEL=top_level, MEMORY_BITS=memory_bits,
+            SPARE_BITS=spare_bits, ROWS=rows_at_once, EIGHTHS=eighths, OVERLAPS=early, num_warps=MOVE_WARPS,
+            **launched_early(early))
     torch.autograd.graph.increment_version(stored)  # autograd does not see what a kernel writes
 
 
