@@ -321,6 +321,16 @@ def test_reproduce_runs_tables_side_by_side(tmp_path):
     assert not (tmp_path / "mnist-vit").exists()
 
 
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_run_that_stops_leaves_the_others_their_results(tmp_path, jobs, refuses):
+    settings = ["width=16", "data=digits", "steps=20", "batch=100", "norm=none", "dense_lr=1e30"]
+    folders = {table: tmp_path / table for table in ("mnist-dnn", "depth")}
+    with refuses(train.TrainingError, "1 of 2 runs stopped and the others are done; the first is mnist-dnn-fp seed 0"):
+        tables.reproduce(folders, seeds=1, rows=["dnn-fp", "depth-3"], settings=settings, device="cpu", jobs=jobs)
+    assert json.loads((tmp_path / "depth" / "table.json").read_text())["rows"][0]["n"] == 1
+    assert not (tmp_path / "mnist-dnn" / "table.json").exists()
+
+
 def test_rows_that_no_table_has_are_refused(tmp_path, refuses):
     with refuses(ValueError, "--rows depth-4 names no row of depth, mnist-vit"):
         tables.reproduce({"depth": tmp_path / "a", "mnist-vit": tmp_path / "b"}, rows=["depth-4"])

@@ -2,7 +2,8 @@
 
 Each run has its folder OUT/RECIPE/seed-S, and once finished a line in OUT/runs.jsonl with its settings, result and
 validation curve. A run that has its line is not run again, one that has a checkpoint goes on from it; so a stopped table
-continues, one more seed costs one more seed, and lines made on another machine can be added to the file.
+continues, one more seed costs one more seed, and lines made on another machine can be added to the file. A run that cannot
+go on (its loss became NaN, say) does not keep the others from their results.
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ from gft.lab import report, runs, train
 from gft.lab.display import Bars
 from gft.lab.generate import sample_of
 from gft.lab.recipes import RECIPES, VARIANTS, Recipe, variant_of
+from gft.lab.runs import TrainingError
 
 TITLES = {
     "mnist-dnn": "DNN on MNIST (paper, Table 1)",
@@ -33,6 +35,7 @@ SAMPLED = ("shakespeare-gpt-fp", "shakespeare-gpt-hybrid1-4bit", "shakespeare-gp
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(Recipe)
             if field.default is not dataclasses.MISSING}
 Run = tuple[Recipe, int, Path]
+Event = tuple[str, train.Progress | TrainingError]  # of which run, and why it stopped if it did
 Line = dict[str, Any]
 
 
@@ -71,22 +74,20 @@ def reproduce(folders: Mapping[str, Path],  # of each table
         runs.write_json(folders[table] / "about.json", {"title": TITLES[table] + SUBTITLES[variant],
                                                         "command": f"gft reproduce {table} {options}"})
     written = {table: write_table(folders[table]) for table, left in missing.items() if not left}
-    unfinished = {table: len(left) for table, left in missing.items()}
-    waiting = [run for left in missing.values() for run in left]
+    unfinished, stopped = {table: len(left) for table, left in missing.items()}, []
     total = seeds * sum(map(len, wanted.values()))
-    with Bars() as bars:
-        bars.add("all runs", total)
-        bars.advance("all runs", total - len(waiting))
-        for name, told in (_in_turn(waiting, device) if jobs == 1 else _side_by_side(waiting, device, jobs)):
-            bars.show(name, told)
-            if told.result is None:
-                continue
-            bars.done(name)
-            bars.advance("all runs")
-            table = told.result["table"]
-            unfinished[table] -= 1
-            if not unfinished[table]:
-                written[table] = write_table(folders[table])
+    for result in _outcomes([run for left in missing.values() for run in left], total, device, jobs):
+        if isinstance(result, TrainingError):
+            stopped.append(result)
+            continue
+        unfinished[result["table"]] -= 1
+        if not unfinished[result["table"]]:
+            written[result["table"]] = write_table(folders[result["table"]])
+    if stopped:
+        for table in wanted.keys() - written.keys():
+            if read_lines(folders[table]):
+                write_table(folders[table])
+        raise TrainingError(f"{len(stopped)} of {total} runs stopped and the others are done; the first is {stopped[0]}")
     return {table: written[table] for table in wanted}
 
 
@@ -156,14 +157,34 @@ def samples(out: Path, *, device: str = "auto", settings: Sequence[str] = ()) ->
 # ---------------------------------------------------------------------------------------------------- running the runs
 
 
-def _events(run: Run, device: str) -> Iterator[tuple[str, train.Progress]]:
+def _outcomes(missing: Sequence[Run], total: int, device: str, jobs: int) -> Iterator[Line | TrainingError]:
+    """Each run's result as soon as it has one, or why it stopped, with progress shown on the way."""
+    with Bars() as bars:
+        bars.add("all runs", total)
+        bars.advance("all runs", total - len(missing))
+        for name, told in (_in_turn(missing, device) if jobs == 1 else _side_by_side(missing, device, jobs)):
+            if isinstance(told, TrainingError):
+                bars.done(name)
+                yield TrainingError(f"{name}: {told}")
+                continue
+            bars.show(name, told)
+            if told.result is not None:
+                bars.done(name)
+                bars.advance("all runs")
+                yield told.result
+
+
+def _events(run: Run, device: str) -> Iterator[Event]:
     recipe, seed, folder = run
-    keep = recipe.name in SAMPLED and seed == 0
-    for told in train.training(recipe, folder, seed=seed, device=device, resume=True, keep_checkpoint=keep):
-        yield f"{recipe.name} seed {seed}", told
+    name, keep = f"{recipe.name} seed {seed}", recipe.name in SAMPLED and seed == 0
+    try:
+        for told in train.training(recipe, folder, seed=seed, device=device, resume=True, keep_checkpoint=keep):
+            yield name, told
+    except TrainingError as error:
+        yield name, error
 
 
-def _in_turn(missing: Sequence[Run], device: str) -> Iterator[tuple[str, train.Progress]]:
+def _in_turn(missing: Sequence[Run], device: str) -> Iterator[Event]:
     for run in missing:
         yield from _events(run, device)
 
@@ -175,13 +196,13 @@ def _work(run: Run, device: str, told: Any, threads: int) -> None:
     torch.set_float32_matmul_precision("high")
     parent = multiprocessing.parent_process()
     for name, event in _events(run, device):
-        if event.loss is not None or event.result is not None:
+        if isinstance(event, TrainingError) or event.loss is not None or event.result is not None:
             if parent is not None and not parent.is_alive():
                 return  # it was killed; whoever starts the table again should not find this run at work
             told.put((name, event))
 
 
-def _side_by_side(missing: Sequence[Run], device: str, jobs: int) -> Iterator[tuple[str, train.Progress]]:
+def _side_by_side(missing: Sequence[Run], device: str, jobs: int) -> Iterator[Event]:
     """Several processes at once: small networks leave a GPU waiting for the host between kernels."""
     context = multiprocessing.get_context("spawn")
     threads = max(1, multiprocessing.cpu_count() // jobs)
