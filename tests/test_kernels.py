@@ -37,6 +37,8 @@ AT_FIRST = {"clip": step.CLIP, "most_halvings": step.MOST_HALVINGS, "running": N
 FORMS = [pytest.param(2, False, id="2bit-packed"), pytest.param(2, True, id="2bit-memory"),
          pytest.param(3, False, id="3bit-packed"), pytest.param(4, True, id="4bit-memory"),
          pytest.param(5, False, id="5bit-packed"), pytest.param(8, False, id="8bit-packed")]
+MOVES = [pytest.param(*form.values, rule, 90, id=f"{form.id}-{rule}") for form in FORMS for rule in ("rounding", "topk")]
+MOVES += [pytest.param(bits, True, "rounding", step.FOLLOW_ALL, id=f"{bits}bit-memory-no inertia") for bits in (2, 4)]
 
 
 def random_votes(shape, dtype, seed=1):
@@ -66,12 +68,9 @@ def test_quantize_kernel_equals_definition(twin, shape, kind):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("bits", "memory"), FORMS)
-@pytest.mark.parametrize(("rule", "follow"), [("rounding", 90), ("rounding", step.FOLLOW_ALL), ("topk", 90)])
+@pytest.mark.parametrize(("bits", "memory", "rule", "follow"), MOVES)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
 def test_move_kernel_equals_definition(twin, shape, bits, memory, rule, follow, dtype):
-    if follow == step.FOLLOW_ALL and not memory:
-        pytest.skip("nothing waits without memory")
     kernel, device = twin
     grid = Grid(bits, *shape, memory)
     top = largest_level(bits)
