@@ -75,6 +75,5 @@ def test_results_are_of_the_recipes_as_they_are(folder):
     variant = tables.variant_of(folder)
     lines = tables.read_lines(ROOT / "results" / folder)
     known = {recipe.name: recipe for recipe in tables.recipes_of(folder.removesuffix(f"-{variant}"), variant)}
-    assert lines.keys() <= {(name, seed) for name in known for seed in range(10)}
-    assert all(tables.has_line(lines, known[name], seed) for name, seed in lines)
     assert {name for name, _ in lines} == known.keys()
+    assert all(tables.has_line(lines, known[name], seed) for name, seed in lines)
