@@ -1,16 +1,13 @@
 """quantize_ and dequantize_: a model's float layers onto the grid, in place, and back."""
 
-from collections.abc import Callable
-
 from torch import nn
 
 from gft.grid import check_bits
-from gft.layers import QuantConv2d, QuantLinear, _QuantLayer, quantized_layers
+from gft.layers import FilterFn, QuantConv2d, QuantLinear, _QuantLayer, quantized_layers, some_names
 
 # Exact types: a subclass may be used by its parent in ways of its own (nn.MultiheadAttention reads its out_proj's
 # weight without calling it).
 CONVERTIBLE: dict[type[nn.Module], type[QuantLinear] | type[QuantConv2d]] = {nn.Linear: QuantLinear, nn.Conv2d: QuantConv2d}
-FilterFn = Callable[[nn.Module, str], bool]
 
 
 def quantize_(model: nn.Module, bits: int = 4, filter_fn: FilterFn | None = None, *, memory: bool = True,
@@ -31,9 +28,9 @@ def quantize_(model: nn.Module, bits: int = 4, filter_fn: FilterFn | None = None
     named = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if type(module) in CONVERTIBLE]
     chosen = [(name, module) for name, module in named if filter_fn is None or filter_fn(module, name)]
     if not chosen:
-        found = ", ".join(name for name, _ in named[:6]) or "none"
-        raise ValueError(f"no layer to quantize: filter_fn chose none of the model's nn.Linear and nn.Conv2d ({found}"
-                         f"{', …' if len(named) > 6 else ''}); widen it")
+        found = some_names([name for name, _ in named]) or "none"
+        raise ValueError(f"no layer to quantize: filter_fn chose none of the model's nn.Linear and nn.Conv2d ({found}); "
+                         "widen it")
     _refuse_shared(model, chosen)
     fresh = {name: CONVERTIBLE[type(module)].from_float(module, bits, memory=memory, init=init)  # type: ignore[arg-type]
              for name, module in chosen}

@@ -11,7 +11,7 @@ frozen and backward computes delta_x alone. What the graph keeps of x is q(x), p
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ from gft import grid, kernels
 from gft.grid import STARTS, Grid, scale_of, unpack
 from gft.product import Product, number_of
 from gft.vote import Ballot
+
+FilterFn = Callable[[nn.Module, str], bool]  # of a layer and its name: is it meant?
 
 
 class _QuantLayer(nn.Module):
@@ -373,13 +375,22 @@ def quantized_layers(model: nn.Module) -> dict[str, _QuantLayer]:
     return {name: module for name, module in model.named_modules() if isinstance(module, _QuantLayer)}
 
 
-def quantized(model: nn.Module) -> list[nn.Parameter]:
-    """The integer weights of a model, for `gft.GFT`."""
-    # Marked anew: a deep copy of a model has new parameters without the mark.
-    weights = [mark(layer) for layer in quantized_layers(model).values()]
-    if not weights:
+def quantized(model: nn.Module, filter_fn: FilterFn | None = None) -> list[nn.Parameter]:
+    """The integer weights of a model, for `gft.GFT`; with filter_fn(module, name) those of the layers it chooses, so that
+    kinds of layers can be groups with an lr of their own."""
+    layers = quantized_layers(model)
+    if not layers:
         raise ValueError("no quantized layer in this model; call gft.quantize_(model, bits=…) first")
-    return weights
+    chosen = [layer for name, layer in layers.items() if filter_fn is None or filter_fn(layer, name)]
+    if not chosen:
+        raise ValueError(f"filter_fn chose none of the model's quantized layers ({some_names(list(layers))}); widen it")
+    # Marked anew: a deep copy of a model has new parameters without the mark.
+    return [mark(layer) for layer in chosen]
+
+
+def some_names(names: Sequence[str]) -> str:
+    """The first of many, for an error to name."""
+    return ", ".join(names[:6]) + (", …" if len(names) > 6 else "")
 
 
 def dense(model: nn.Module) -> list[nn.Parameter]:

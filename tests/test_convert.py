@@ -170,6 +170,14 @@ def test_quantized_and_dequantize_refuse_a_float_model(refuses):
         gft.dequantize_(gft.QuantLinear(3, 4))
 
 
+def test_quantized_chooses_layers_by_name(refuses):
+    model = gft.quantize_(nn.ModuleDict({"attention": nn.Linear(4, 6), "mlp": nn.Linear(6, 2)}))
+    assert gft.quantized(model, lambda module, name: name == "mlp") == [model["mlp"].weight]
+    assert gft.quantized(model, lambda module, name: module.in_features == 4) == [model["attention"].weight]
+    with refuses(ValueError, r"none of the model's quantized layers \(attention, mlp\); widen it"):
+        gft.quantized(model, lambda module, name: "conv" in name)
+
+
 # ---------------------------------------------------------------------------------------------------- whole models
 
 
