@@ -216,6 +216,17 @@ def test_rates_rise_then_fall_to_nothing():
     assert isinstance(optimizer.optimizers[0], gft.GFT)
 
 
+@pytest.mark.parametrize(("name", "ways"), [("verses-gpt-hybrid1-4bit", [(0.2, 0)]),
+                                            ("verses-gpt-hybrid2-2bit", [(0.2, 0), (0.05, 0.9)])])
+def test_integer_attention_may_learn_in_its_own_way(name, ways):
+    recipe = small(name, "lr=0.2", "inertia=0", "attention_lr=0.05")
+    model = build.build_model(recipe, data.load("verses"))
+    groups = build.build_optimizer(recipe, model, 0).optimizers[0].param_groups
+    assert [(group["lr"], group["inertia"]) for group in groups] == ways
+    of_each = [[block.mlp.up.weight for block in model.blocks], [block.attention.qkv.weight for block in model.blocks]]
+    assert [group["params"][::2] for group in groups] == of_each[:len(ways)]
+
+
 # ---------------------------------------------------------------------------------------------------- runs
 
 

@@ -1,6 +1,7 @@
 """The parts of a run: the recipe's network with its layers on the grid, its optimizers, its schedule."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -52,10 +53,19 @@ def build_model(recipe: Recipe, data: Data) -> nn.Module:
     return gft.quantize_(model, recipe.bits, chosen_layers(recipe), memory=recipe.memory, init=recipe.init, bias=False)
 
 
+def groups_of(recipe: Recipe, model: nn.Module) -> list[dict[str, Any]]:
+    """The integer weights, attention apart from the others where the recipe has it learn in its own way."""
+    if recipe.quantize != "blocks" or recipe.attention_lr == 0:
+        return [{"params": gft.quantized(model)}]
+    return [{"params": gft.quantized(model, lambda module, name: ".attention." not in name)},
+            {"params": gft.quantized(model, lambda module, name: ".attention." in name),
+             "lr": recipe.attention_lr, "inertia": recipe.attention_inertia}]
+
+
 def build_optimizer(recipe: Recipe, model: nn.Module, seed: int) -> gft.Hybrid:
     parts: list[torch.optim.Optimizer] = []
     if recipe.quantize != "none" and recipe.method == "gft":
-        parts.append(gft.GFT(gft.quantized(model), recipe.lr, recipe.rule, recipe.vote, sample=recipe.sample,
+        parts.append(gft.GFT(groups_of(recipe, model), recipe.lr, recipe.rule, recipe.vote, sample=recipe.sample,
                              mask=recipe.mask, inertia=recipe.inertia, quorum=recipe.quorum, p_min=recipe.p_min, seed=seed))
     elif recipe.quantize != "none":
         parts.append(baselines.make_optimizer(recipe.method, model, recipe.lr, recipe.beta2, recipe.threshold, seed))

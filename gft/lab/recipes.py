@@ -78,6 +78,8 @@ class Recipe:
     inertia: float = 0.9
     quorum: float = 1.6
     p_min: float = 0.001
+    attention_lr: float = 0.0  # gpt, vit: integer attention has this lr and the next inertia; at 0 it learns as all others
+    attention_inertia: float = 0.9
 
     # how the rest learns: AdamW's arguments
     dense_lr: float = 6e-4
@@ -104,8 +106,9 @@ class Recipe:
             raise ValueError(f"eval_crop={self.eval_crop}: a share of an image's side, above 0 and at most 1")
         if self.eval_crop < 1 and self.model != "vit":
             raise ValueError(f"eval_crop={self.eval_crop} is for images; leave it at 1 or choose model=vit")
-        if not self.dense_lr >= 0:
-            raise ValueError(f"dense_lr={self.dense_lr}: a rate must not be negative")
+        for key in ("dense_lr", "attention_lr"):
+            if not getattr(self, key) >= 0:
+                raise ValueError(f"{key}={getattr(self, key)}: a rate must not be negative")
         if not self.threshold >= 0:
             raise ValueError(f"threshold={self.threshold}: a number of rms, 0 or more")
 
