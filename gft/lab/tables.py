@@ -17,7 +17,7 @@ from typing import Any
 from gft.lab import report, runs, train
 from gft.lab.display import Bars
 from gft.lab.generate import sample_of
-from gft.lab.recipes import RECIPES, VARIANTS, Recipe, variant_of
+from gft.lab.recipes import OF_INTEGERS, RECIPES, VARIANTS, Recipe, variant_of
 from gft.lab.runs import TrainingError
 
 TITLES = {
@@ -109,9 +109,12 @@ def read_lines(out: Path) -> dict[tuple[str, int], Line]:
 
 def has_line(lines: Mapping[tuple[str, int], Line], recipe: Recipe, seed: int) -> bool:
     """Is this run finished, with these very settings? One that came later counts as its default, by which it changes
-    nothing."""
+    nothing; and what integers are told does not matter where there are none."""
     line = lines.get((recipe.name, seed))
-    return line is not None and {**DEFAULTS, **line.get("config", {})} == dataclasses.asdict(recipe)
+    if line is None:
+        return False
+    had, ignored = {**DEFAULTS, **line.get("config", {})}, OF_INTEGERS if recipe.quantize == "none" else ()
+    return all(had.get(key) == value for key, value in dataclasses.asdict(recipe).items() if key not in ignored)
 
 
 def write_table(out: Path) -> list[Line]:
