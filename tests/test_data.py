@@ -20,8 +20,7 @@ import torch
 from PIL import Image
 
 from gft.lab import data, train
-from gft.lab.data import augment as augmentation
-from gft.lab.data import dataset, folder, imagenette, mnist, pictures, text
+from gft.lab.data import folder, imagenette, mnist, pictures, text
 
 NOWHERE = ("http://127.0.0.1:9/",)  # nothing listens there
 
@@ -177,40 +176,6 @@ def test_the_same_image_is_cropped_differently_at_each_step():
     assert len(seen.unique(dim=0)) == 20
 
 
-def test_crops_lie_inside_the_image_and_have_the_promised_areas():
-    maps = augmentation.random_crops(4000, True, dataset.seeded("test", 1))
-    width, height = maps[:, 0, 0].abs(), maps[:, 1, 1]
-    assert (maps[:, 0, 2].abs() + width).max() <= 1 + 1e-6
-    assert (maps[:, 1, 2].abs() + height).max() <= 1 + 1e-6
-    assert 0.3 < (width * height).min() < 0.36
-    assert (width * height).max() > 0.98
-    assert 0.74 < (width / height).min() < 0.77
-    assert 1.3 < (width / height).max() < 1.34
-    assert (maps[:, 0, 0] < 0).float().mean() == pytest.approx(0.5, abs=0.03)
-    assert (augmentation.random_crops(400, False, dataset.seeded("test", 1))[:, 0, 0] > 0).all()
-
-
-def test_jitters_turn_zoom_and_shift_within_their_bounds():
-    maps = augmentation.random_jitters(4000, dataset.seeded("test", 2))
-    zoom = torch.linalg.det(maps[:, :, :2]).sqrt()
-    turn = torch.atan2(maps[:, 1, 0], maps[:, 0, 0]).rad2deg()
-    for values, most in ((zoom - 1, 0.12), (turn, 12), (maps[:, 0, 2] / 2, 0.1), (maps[:, 1, 2] / 2, 0.1)):
-        assert 0.98 * most < values.abs().max() <= most * (1 + 1e-5)
-        assert abs(values.mean()) < 0.03 * most
-
-
-def test_resampling_through_the_whole_frame_changes_nothing_and_mirrors_exactly():
-    images = torch.randn(3, 2, 5, 7)
-    maps = torch.tensor([[1.0, 0, 0], [0, 1, 0]]).repeat(3, 1, 1)
-    torch.testing.assert_close(augmentation.resample(images, maps), images)
-    maps[:, 0, 0] = -1
-    torch.testing.assert_close(augmentation.resample(images, maps), images.flip(-1))
-    maps = torch.tensor([[0.5, 0, -0.5], [0, 0.5, 0.5]])  # the quarter at the bottom left
-    quarters = torch.arange(4.0).view(2, 2).kron(torch.ones(4, 4))
-    quarter = augmentation.resample(quarters[None, None], maps[None])
-    assert quarter[0, 0, 1:, :-1].unique().tolist() == [2.0]
-
-
 def test_strong_batches_are_mixed_as_their_labels_say(rng_untouched):
     digits = data.load("digits-images")
     with rng_untouched():
@@ -228,7 +193,19 @@ def test_strong_batches_are_mixed_as_their_labels_say(rng_untouched):
     assert float(loss) == pytest.approx(math.log(10))
 
 
-@pytest.mark.parametrize("augment", ["none", "light", "strong", "jitter"])
+def test_blended_batches_are_strong_ones_with_others_shining_through():
+    digits = data.load("digits-images")
+    every = zip(digits.batches(200, seed=3, augment="strong"), digits.batches(200, seed=3, augment="blended"), strict=True)
+    for (strong, shares), (x, blended) in itertools.islice(every, 3):
+        same_ones = (x == strong).flatten(1).all(1)
+        assert 0.3 < same_ones.float().mean() < 0.7
+        assert torch.equal(blended[same_ones], shares[same_ones])
+        torch.testing.assert_close(blended.sum(1), torch.ones(200))
+        others = torch.stack([shares, shares.roll(2, 0)]).sum(0) > 0
+        assert (blended[~others] == 0).all()
+
+
+@pytest.mark.parametrize("augment", data.AUGMENT)
 def test_compiled_batches_are_the_same(augment, monkeypatch):
     traced = []
     backend = lambda graph, inputs: traced.append(graph) or graph.forward  # noqa: E731
@@ -239,40 +216,9 @@ def test_compiled_batches_are_the_same(augment, monkeypatch):
     assert len(traced) == 1  # the third batch, of 200, is not worth it
 
 
-def test_a_piece_is_pasted_where_its_box_is():
-    images, shares = torch.arange(3.0).view(3, 1, 1, 1).expand(3, 2, 4, 5), torch.eye(3)
-    boxes = torch.tensor([[1, 3, 2, 5], [0, 0, 0, 5], [0, 4, 0, 5]])  # a part, none, all
-    some, classes = augmentation.mixed(images, shares, boxes)
-    assert some[0, 0].tolist() == some[0, 1].tolist() == [[0] * 5, [0, 0, 2, 2, 2], [0, 0, 2, 2, 2], [0] * 5]
-    assert (some[1] == 1).all()
-    assert (some[2] == 1).all()
-    torch.testing.assert_close(classes, torch.tensor([[0.7, 0, 0.3], [0, 1, 0], [0, 1, 0]]))
-
-
-def test_boxes_lie_inside_the_image_and_half_are_empty():
-    top, bottom, left, right = augmentation.random_boxes(4000, 20, 30, dataset.seeded("test", 3)).t()
-    assert top.min() == left.min() == 0
-    assert bottom.max() == 20
-    assert right.max() == 30
-    assert (top <= bottom).all()
-    assert (left <= right).all()
-    assert ((top == bottom) | (left == right)).float().mean() == pytest.approx(0.5, abs=0.05)
-
-
-def test_recolouring_is_lightness_contrast_and_distance_from_grey():
-    images = torch.randn(4, 3, 5, 6)
-    changes = torch.tensor([[0.0, 1, 0, 0], [0, 0, -1, 0], [0, 0, 0, 0.5]])
-    same_one, lighter, flatter, brighter = augmentation.recoloured(images, changes)
-    torch.testing.assert_close(same_one, images[0])
-    torch.testing.assert_close(lighter, images[1] + 0.4)
-    torch.testing.assert_close(flatter - flatter.mean(), 0.6 * (images[2] - images[2].mean()))
-    torch.testing.assert_close(brighter - brighter.mean(0), 1.2 * (images[3] - images[3].mean(0)))
-    torch.testing.assert_close(brighter.mean(0), images[3].mean(0))
-
-
 @pytest.mark.parametrize(("name", "augment", "says"), [
     ("digits", "light", "needs images and these are flat"), ("verses", "light", "needs images and this is text"),
-    ("digits-images", "heavy", "augment='heavy': choose one of none, light, strong, jitter")])
+    ("digits-images", "heavy", "augment='heavy': choose one of none, light, strong, blended, jitter")])
 def test_augmentation_that_makes_no_sense_is_refused_at_once(name, augment, says, refuses):
     with refuses(data.DataError, says):
         data.load(name).batches(4, seed=0, augment=augment)

@@ -5,7 +5,6 @@ import queue
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from gft.lab import build, data, recipes, report, tables, train
 from gft.lab.data.augment import middle
@@ -53,7 +52,7 @@ def test_recipe_settings_are_read_by_type_and_checked():
     recipe = recipes.find("mnist-dnn-quantized-2bit").changed(["lr=0.07", "memory=false", "depth=7", "norm=rms"])
     assert (recipe.lr, recipe.memory, recipe.depth, recipe.norm) == (0.07, False, 7, "rms")
     for bad in ("lr", "nonsense=1", "depth=many", "memory=perhaps", "norm=layer", "steps=0", "name=x", "paper=3",
-                "eval_crop=0", "eval_crop=1.5", "eval_crop=0.5"):
+                "eval_crop=0", "eval_crop=1.5", "eval_crop=0.5", "whole=0.5", "whole=1"):
         with pytest.raises(ValueError, match=bad.split("=")[0]):
             recipe.changed([bad])
     with pytest.raises(ValueError, match="did you mean mnist-dnn-fp"):
@@ -122,10 +121,26 @@ def test_vit_leaves_patches_out_in_training_alone():
     assert not torch.equal(first, second)  # other patches each time
     assert not torch.equal(first, whole(x))
     assert torch.equal(model.eval()(x), whole.eval()(x))
-    assert seen == [5, 5, 17, 17, 17]  # 4 of 16 patches, and the class token
+    model.see_whole_images()
+    assert torch.equal(model.train()(x), whole.train()(x))
+    assert seen == [5, 5, 17, 17, 17, 17, 17]  # 4 of 16 patches, and the class token
     some = vit.some_of(6, 4, torch.zeros(5, 1, 1, 1))
     assert some.shape == (5, 4)
     assert all(len(set(row)) == 4 and set(row) <= set(range(6)) for row in some.tolist())
+
+
+def test_the_last_batches_may_see_every_patch(tmp_path, monkeypatch):
+    seen, forward = [], ViT.forward
+
+    def counting(model, images):
+        seen.extend([model.seen_in_training] if model.training else [])
+        return forward(model, images)
+
+    monkeypatch.setattr(ViT, "forward", counting)
+    recipe = small("mnist-vit-hybrid2-2bit", "patch_dropout=0.75", "whole=0.4", "steps=5")
+    run(recipe, tmp_path / "run")
+    whole = (8 // recipe.patch) ** 2
+    assert seen == [whole // 4] * 3 + [whole] * 2
 
 
 def test_patches_are_cut_where_a_convolution_would_see_them(monkeypatch):
@@ -143,16 +158,6 @@ def test_patches_are_cut_where_a_convolution_would_see_them(monkeypatch):
     some, whole = tokens
     torch.testing.assert_close(whole, convolution(images).flatten(2).transpose(1, 2) + model.positions[:, 1:])
     torch.testing.assert_close(some, torch.stack([row[places] for row, places in zip(whole, seen, strict=True)]))
-
-
-def test_the_middle_of_an_image_is_its_middle():
-    image = torch.zeros(1, 1, 16, 16)
-    image[..., 4:12, 4:12] = torch.arange(1.0, 65).view(8, 8) / 64
-    half = middle(image.expand(2, 3, -1, -1), 0.5)
-    assert half.shape == (2, 3, 16, 16)
-    # Twice as large: the mean of each two by two is the pixel it was, but at the edge, where it fades into the frame.
-    torch.testing.assert_close(F.avg_pool2d(half, 2)[1, 2, 1:-1, 1:-1], image[0, 0, 5:11, 5:11])
-    torch.testing.assert_close(middle(image, 1.0), image)
 
 
 def test_evaluation_sees_the_middle_alone():

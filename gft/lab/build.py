@@ -85,6 +85,7 @@ class Step:
     first: int  # of its batches, counted from 0
     batches: int
     share: float  # of both rates
+    whole: bool = False  # does it see every patch of its images, whatever patch_dropout says?
 
 
 def plan(recipe: Recipe) -> list[Step]:
@@ -102,7 +103,8 @@ def plan(recipe: Recipe) -> list[Step]:
         while rising >= 1 and 2 * batches <= recipe.gather and 2 * batches * falling <= 1:
             batches *= 2
         batches = min(batches, recipe.steps - first)
-        steps.append(Step(first, batches, min(rising, falling * batches, 1.0)))
+        whole = first >= recipe.steps * (1 - recipe.whole)
+        steps.append(Step(first, batches, min(rising, falling * batches, 1.0), whole))
         first += batches
     return steps
 

@@ -57,6 +57,7 @@ class Recipe:
     dropout: float = 0.0
     input_dropout: float = 0.0  # dnn
     patch_dropout: float = 0.0  # vit
+    whole: float = 0.0  # vit with patch_dropout: the share of the batches, the last ones, that see every patch after all
     positions: str = "random"  # vit
     precision: str = "fp32"  # of the products on a GPU
     compiled: bool = False  # torch.compile, on a GPU: worth its quarter of a minute where steps are long or many
@@ -100,13 +101,14 @@ class Recipe:
                            ("patch", 1), ("gather", 1), ("warmup", 0), ("eval_every", 0)):
             if getattr(self, key) < least:
                 raise ValueError(f"{key}={getattr(self, key)}: give at least {least}")
-        for key in ("dropout", "input_dropout", "patch_dropout", "label_smoothing", "beta2"):
+        for key in ("dropout", "input_dropout", "patch_dropout", "whole", "label_smoothing", "beta2"):
             if not 0 <= getattr(self, key) < 1:
                 raise ValueError(f"{key}={getattr(self, key)}: it lies between 0 and 1")
         if not 0 < self.eval_crop <= 1:
             raise ValueError(f"eval_crop={self.eval_crop}: a share of an image's side, above 0 and at most 1")
-        if self.eval_crop < 1 and self.model != "vit":
-            raise ValueError(f"eval_crop={self.eval_crop} is for images; leave it at 1 or choose model=vit")
+        for key, nothing in (("eval_crop", 1), ("whole", 0)):
+            if getattr(self, key) != nothing and self.model != "vit":
+                raise ValueError(f"{key}={getattr(self, key)} is for images; leave it at {nothing} or choose model=vit")
         for key in ("dense_lr", "attention_lr"):
             if not getattr(self, key) >= 0:
                 raise ValueError(f"{key}={getattr(self, key)}: a rate must not be negative")

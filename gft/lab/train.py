@@ -20,6 +20,7 @@ from gft.lab import baselines
 from gft.lab import data as datasets
 from gft.lab.build import Data, build_model, build_optimizer, build_scheduler, plan
 from gft.lab.data.augment import middle
+from gft.lab.models import ViT
 from gft.lab.recipes import Recipe
 from gft.lab.runs import RunFolder, TrainingError, commit, device_name, read_json, resolve_device
 from gft.layers import quantized_layers
@@ -150,15 +151,17 @@ def training(recipe: Recipe, out: Path, *, seed: int = 0, device: str = "auto", 
         optimizer.step()
         return torch.stack(losses).mean() if len(losses) > 1 else losses[0]
 
-    # A CUDA graph for each number of batches.
+    # A CUDA graph for each number of batches, and for each number of patches.
     captured = {} if on_the_host(optimizer) else {
-        count: gft.Captured(take_step, optimizer) for count in {one.batches for one in plan(recipe)}}
+        kind: gft.Captured(take_step, optimizer) for kind in {(one.batches, one.whole) for one in plan(recipe)}}
     for planned in plan(recipe):
         if planned.first < step:  # taken before a checkpoint
             continue
         some = [next(batches) for _ in range(planned.batches)]
         x, y = some[0] if len(some) == 1 else (torch.cat(parts) for parts in zip(*some, strict=True))
-        loss = captured.get(planned.batches, take_step)(x, y)
+        if planned.whole and isinstance(model, ViT):
+            model.see_whole_images()
+        loss = captured.get((planned.batches, planned.whole), take_step)(x, y)
         scheduler.step()
         before, step = step, step + planned.batches
 

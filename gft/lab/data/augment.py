@@ -3,6 +3,7 @@
     light     cropped at random and, if they may be, mirrored: photographs
     strong    the same, in other colours, and every second one with a rectangle of another pasted in: photographs of which
               there are few for a large network
+    blended   the same, and every second one with another shining through: where they are learnt by heart even so
     jitter    turned, zoomed and shifted a little: what fills its frame, such as digits
 """
 
@@ -13,11 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-AUGMENT = ("none", "light", "strong", "jitter")
+AUGMENT = ("none", "light", "strong", "blended", "jitter")
 LEAST_AREA = 0.35  # of the image, that a crop keeps
 MOST_ASPECT = 4 / 3
 MOST_COLOUR = 0.4  # of brightness in deviations, of contrast and of saturation: by how much they may change
 PASTED = 0.5  # share of the images that get a piece of another
+BLENDED = 0.5  # share of the images that another shines through
 MOST_TURN, MOST_ZOOM, MOST_SHIFT = math.radians(12), 0.12, 0.1  # a jitter's: radians, share of the size, likewise
 
 
@@ -27,6 +29,7 @@ class Changes(NamedTuple):
     maps: Tensor | None = None  # (n, 2, 3): resample
     colours: Tensor | None = None  # (3, n): recoloured
     boxes: Tensor | None = None  # (n, 4): mixed
+    kept: Tensor | None = None  # (n,): blended
 
     def to(self, device: torch.device) -> "Changes":
         return Changes(*(None if one is None else one.to(device) for one in self))
@@ -36,10 +39,11 @@ def random_changes(how: str, n: int, height: int, width: int,
                    flips: bool,  # whether a mirrored image is still of its class
                    generator: torch.Generator) -> Changes:  # of the CPU
     maps = random_jitters(n, generator) if how == "jitter" else random_crops(n, flips, generator)
-    if how != "strong":
+    if how not in ("strong", "blended"):
         return Changes(maps)
     colours = 2 * torch.rand(3, n, generator=generator) - 1
-    return Changes(maps, colours, random_boxes(n, height, width, generator))
+    boxes = random_boxes(n, height, width, generator)
+    return Changes(maps, colours, boxes, random_blends(n, generator) if how == "blended" else None)
 
 
 def changed(images: Tensor,  # (n, channels, height, width) float, normalised
@@ -53,6 +57,8 @@ def changed(images: Tensor,  # (n, channels, height, width) float, normalised
         images = recoloured(images, changes.colours)
     if changes.boxes is not None:
         images, labels = mixed(images, F.one_hot(labels, classes).float(), changes.boxes)
+    if changes.kept is not None:
+        images, labels = blended(images, labels, changes.kept)
     return images, labels
 
 
@@ -145,3 +151,19 @@ def mixed(images: Tensor,  # (n, channels, height, width)
     taken = inside.float().mean((1, 2))[:, None]
     return (torch.where(inside[:, None], images.roll(1, 0), images),
             torch.lerp(shares, shares.roll(1, 0), taken))
+
+
+def random_blends(n: int, generator: torch.Generator) -> Tensor:
+    """(n,) how much of itself each image keeps: all of it in half of them on average, else from half to all."""
+    blend, kept = torch.rand(2, n, generator=generator)
+    return torch.where(blend < BLENDED, (1 + kept) / 2, 1)
+
+
+def blended(images: Tensor,  # (n, channels, height, width)
+            shares: Tensor,  # (n, classes) of each class in each image
+            kept: Tensor,    # (n,)
+            ) -> tuple[Tensor, Tensor]:
+    """Through each image shines the one two before it in the batch, as through its classes' shares: mixup (Zhang et al.
+    2018). The one before it may have a piece in it already."""
+    return (torch.lerp(images.roll(2, 0), images, kept[:, None, None, None]),
+            torch.lerp(shares.roll(2, 0), shares, kept[:, None]))

@@ -64,8 +64,8 @@ class Dataset:
         batch `first_step` is found without having drawn those before it. The last batch of an epoch is as short as it
         falls.
 
-        augment: "none", or one of those that augment.py describes. "strong" mixes images, and yields shares of each class,
-        (n, classes), for labels.
+        augment: "none", or one of those that augment.py describes. "strong" and "blended" mix images, and yield
+        shares of each class, (n, classes), for labels.
         compiled: make whole batches by a few fused kernels, which takes some seconds at first.
         """
         if augment not in AUGMENT:

@@ -21,6 +21,7 @@ class ViT(nn.Module):
 
     patch_dropout: the share of an image's patches that a training step leaves out, other ones each time (PatchDropout, Liu
         et al. 2022): it costs that much less, and many cheap steps teach more than few dear ones where images are few.
+        `see_whole_images` ends it: evaluation sees every patch, and a last tenth of the steps that does so too is worth it.
     positions: what the learned positions start as, "random" or "waves" (`waves`).
     """
 
@@ -49,6 +50,10 @@ class ViT(nn.Module):
                 nn.init.xavier_uniform_(module.weight)
                 nn.init.zeros_(module.bias)
         nn.init.zeros_(self.head.weight)  # every class equally likely at first
+
+    def see_whole_images(self) -> None:
+        """From now on training leaves no patch out."""
+        self.seen_in_training = self.side**2
 
     def forward(self, images: Tensor) -> Tensor:
         cut, places = in_patches(images, self.side), self.positions[0, 1:]
