@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 
 import gft
 from gft.capture import WARM_UP, on_the_host
+from gft.lab import build, train
 from gft.lab.models import DNN
 from gft.lab.recipes import find
-from gft.lab.train import training
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 
@@ -85,7 +85,7 @@ def test_a_stopped_run_with_dropout_goes_on_to_the_same_bits(tmp_path):
     recipe = find("digits-hybrid-4bit").changed(["dropout=0.3", "input_dropout=0.1", "steps=24"])
 
     def run(name: str, stop: int | None = None, resume: bool = False) -> dict:
-        for told in training(recipe, tmp_path / name, device="cuda", resume=resume, checkpoint_every=WARM_UP + 7):
+        for told in train.training(recipe, tmp_path / name, device="cuda", resume=resume, checkpoint_every=WARM_UP + 7):
             if told.step == stop:
                 return {}
         return load_file(tmp_path / name / "checkpoint" / "state.safetensors")
@@ -95,3 +95,21 @@ def test_a_stopped_run_with_dropout_goes_on_to_the_same_bits(tmp_path):
     assert resumed.keys() == whole.keys()
     for name, tensor in whole.items():
         assert torch.equal(tensor, resumed[name]), name
+
+
+@needs_gpu
+@pytest.mark.gpu
+def test_a_graph_for_each_number_of_batches_and_of_patches(tmp_path, monkeypatch):
+    """A training that gathers more and more batches, and at last sees whole images, goes on as it would without graphs."""
+    recipe = find("mnist-vit-hybrid1-4bit-packed").changed(
+        ["data=digits-images", "augment=blended", "width=32", "depth=2", "heads=2", "patch=2", "patch_dropout=0.75",
+         "whole=0.4", "gather=4", "steps=120", "batch=32", "warmup=5", "precision=fp32", "compiled=false"])
+    kinds = {(step.batches, step.whole) for step in build.plan(recipe)}
+    assert kinds >= {(1, False), (2, False), (2, True), (4, True)}
+    curves = []
+    for host in (on_the_host, lambda optimizer: optimizer):
+        monkeypatch.setattr(train, "on_the_host", host)
+        told = train.training(recipe, tmp_path / str(len(curves)), device="cuda")
+        curves.append([one.loss for one in told if one.loss is not None])
+    assert curves[0] == pytest.approx(curves[1], rel=1e-3)
+    assert curves[0][-1] < curves[0][0]
