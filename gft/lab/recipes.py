@@ -239,11 +239,9 @@ def as_packed(recipe: Recipe) -> Recipe:
     On photographs packed MLPs and attention take the same rate.
     """
     packed = dataclasses.replace(recipe, name=f"{recipe.name}-packed", memory=False, attention_lr=0.0)
-    if recipe.data == "imagenette":
-        return dataclasses.replace(packed, lr=0.05)
-    if recipe.model == "gpt":
-        return dataclasses.replace(packed, dropout=0.1 if recipe.quantize == "mlp" else 0.0)
-    return packed
+    if recipe.model != "gpt":
+        return packed
+    return dataclasses.replace(packed, dropout=0.1 if recipe.quantize == "mlp" else 0.0)
 
 
 VARIANTS = ("default", "paper", "packed")
