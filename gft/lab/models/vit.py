@@ -21,7 +21,7 @@ class ViT(nn.Module):
 
     patch_dropout: the share of an image's patches that a training step leaves out, other ones each time (PatchDropout, Liu
         et al. 2022): it costs that much less, and many cheap steps teach more than few dear ones where images are few.
-        `see_whole_images` ends it: evaluation sees every patch, and a last tenth of the steps that does so too is worth it.
+        `see_whole_images` ends it, so that the last steps see images as evaluation does.
     positions: what the learned positions start as, "random" or "waves" (`waves`).
     """
 
