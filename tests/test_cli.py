@@ -66,7 +66,7 @@ def test_a_damaged_checkpoint_is_named_and_left_alone(tmp_path):
 @pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_bits(tmp_path):
     arguments = ["train", "digits-hybrid-4bit", "--steps", "160", "--checkpoint-every", "3", "--seed", "5", "--set",
-                 "dropout=0.1", "--set", "gather=4", *SMALL]
+                 "dropout=0.1", *SMALL]
     assert gft(*arguments, "--out", "whole", cwd=tmp_path).returncode == 0
     kills = 0
     for wanted in (20, 90):  # killed twice, somewhere after these steps

@@ -44,7 +44,11 @@ def test_rows_are_those_of_the_recipes():
     recipes = [recipe for table in paper.TABLES for recipe in tables.recipes_of(table)]
     assert [(row.table, row.name, row.bits) for row in paper.ROWS] == [(one.table, one.row, one.bits) for one in recipes]
     for row, recipe in zip(paper.ROWS, recipes, strict=True):
-        assert recipe.steps * (1 - recipe.patch_dropout) == row.steps  # as many patches, where a step sees some of them
+        if recipe.patch_dropout == 0:
+            assert recipe.steps == row.steps
+        else:  # about as many patches in all, and no more
+            seen = 1 - recipe.patch_dropout * (1 - recipe.whole)
+            assert 0.95 * row.steps < recipe.steps * seen <= row.steps
 
 
 @pytest.mark.parametrize("column", paper.COLUMNS)

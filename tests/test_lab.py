@@ -129,7 +129,7 @@ def test_vit_leaves_patches_out_in_training_alone():
     assert all(len(set(row)) == 4 and set(row) <= set(range(6)) for row in some.tolist())
 
 
-def test_the_last_batches_may_see_every_patch(tmp_path, monkeypatch):
+def test_the_last_steps_may_see_every_patch(tmp_path, monkeypatch):
     seen, forward = [], ViT.forward
 
     def counting(model, images):
@@ -219,33 +219,6 @@ def test_rates_rise_then_fall_to_nothing():
     assert shares[5:] == pytest.approx([(20 - step) / 15 for step in range(5, 20)])
     assert optimizer.param_groups[0]["lr"] == 0
     assert isinstance(optimizer.optimizers[0], gft.GFT)
-
-
-def test_steps_gather_batches_as_rates_fall():
-    steps = build.plan(small("verses-gpt-hybrid1-4bit", "steps=50", "warmup=2", "gather=8"))
-    assert [step.first for step in steps] == [sum(step.batches for step in steps[:place]) for place in range(len(steps))]
-    assert sum(step.batches for step in steps) == 50
-    assert [steps.count(step) for step in steps] == [1] * len(steps)
-    for step in steps:
-        left = (50 - step.first) / 48
-        assert step.batches in (1, 2, 4, 8, 50 - step.first)
-        if step.first < 2:
-            assert (step.batches, step.share) == (1, pytest.approx((step.first + 1) / 3))
-        else:  # between half of the rates and all, until no more batches are gathered
-            assert step.share == pytest.approx(left * step.batches)
-            assert 0.5 < step.share <= 1 or step.batches == 8 or step.first + step.batches == 50
-
-
-def test_gathered_batches_are_one_large_batch(tmp_path, monkeypatch):
-    ends = []
-    for batch, count in ((25, 4), (100, 1)):
-        for module in (train, build):
-            monkeypatch.setattr(module, "plan", lambda recipe, count=count: [build.Step(0, count, 1.0)])
-        run(small("digits-fp", f"batch={batch}", f"steps={count}"), tmp_path / str(batch))
-        model, _, _ = train.load_run(tmp_path / str(batch), "cpu")
-        ends.append(list(model.parameters()))
-    for one, other in zip(*ends, strict=True):
-        assert torch.allclose(one, other, atol=1e-5)
 
 
 @pytest.mark.parametrize(("name", "ways"), [("verses-gpt-hybrid1-4bit", [(0.2, 0)]),

@@ -40,7 +40,7 @@ def table_after(text: str, marker: str = "") -> list[list[str]]:
     return [rows[0], *rows[2:]]
 
 
-VARIANTS = {"default": "", "ours": "", "packed": "-packed", "`gft.PAPER`": "-paper", "10,000 steps": "-10000-steps"}
+VARIANTS = {"default": "", "ours": "", "packed": "-packed", "`gft.PAPER`": "-paper"}
 
 
 @pytest.mark.parametrize(("marker", "table"), [

@@ -1,7 +1,6 @@
 """The parts of a run: the recipe's network with its layers on the grid, its optimizers, its schedule."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -78,38 +77,12 @@ def build_optimizer(recipe: Recipe, model: nn.Module, seed: int) -> gft.Hybrid:
     return gft.Hybrid(*parts)
 
 
-@dataclass(frozen=True)
-class Step:
-    """One step of a training's plan."""
-
-    first: int  # of its batches, counted from 0
-    batches: int
-    share: float  # of both rates
-    whole: bool = False  # does it see every patch of its images, whatever patch_dropout says?
-
-
-def plan(recipe: Recipe) -> list[Step]:
-    """Both rates rise linearly for `warmup` batches, then fall linearly to 0, a step a batch.
-
-    With `gather` a step takes 2, 4, 8 … batches together once the rates have fallen to 1/2, 1/4, 1/8 …, and moves as far as
-    their steps would have. A weight without memory comes to rest no closer by smaller moves, which are as much noise as
-    large ones, only rarer; it does by votes that more samples cast (docs/method.md).
-    """
-    steps, first = [], 0
-    while first < recipe.steps:
-        rising = (first + 1) / (recipe.warmup + 1)
-        falling = (recipe.steps - first) / max(recipe.steps - recipe.warmup, 1)
-        batches = 1
-        while rising >= 1 and 2 * batches <= recipe.gather and 2 * batches * falling <= 1:
-            batches *= 2
-        batches = min(batches, recipe.steps - first)
-        whole = first >= recipe.steps * (1 - recipe.whole)
-        steps.append(Step(first, batches, min(rising, falling * batches, 1.0), whole))
-        first += batches
-    return steps
-
-
 def build_scheduler(recipe: Recipe, optimizer: gft.Hybrid) -> torch.optim.lr_scheduler.LambdaLR:
-    """Sets both rates for each step of the plan, and 0 after it."""
-    shares = [step.share for step in plan(recipe)]
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: shares[step] if step < len(shares) else 0.0)
+    """Both rates rise linearly for `warmup` steps, then fall linearly to 0."""
+
+    def share(step: int) -> float:
+        rising = (step + 1) / (recipe.warmup + 1)
+        falling = (recipe.steps - step) / max(recipe.steps - recipe.warmup, 1)
+        return max(0.0, min(rising, falling, 1.0))
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, share)

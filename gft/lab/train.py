@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from gft import energy
 from gft.capture import on_the_host
 from gft.lab import baselines
 from gft.lab import data as datasets
-from gft.lab.build import Data, build_model, build_optimizer, build_scheduler, plan
+from gft.lab.build import Data, build_model, build_optimizer, build_scheduler
 from gft.lab.data.augment import middle
 from gft.lab.models import ViT
 from gft.lab.recipes import Recipe
@@ -137,43 +137,33 @@ def training(recipe: Recipe, out: Path, *, seed: int = 0, device: str = "auto", 
     compiled = torch.compile(model) if compiles else model
 
     def take_step(x: Tensor, y: Tensor) -> Tensor:
-        """A step by one batch or several, one after the other: votes add up, as integers, and gradients to their mean."""
-        optimizer.zero_grad()
-        losses = []
-        for some_x, some_y in zip(x.split(recipe.batch), y.split(recipe.batch), strict=True):
-            with precision(recipe, on):
-                logits = (compiled if len(some_x) == recipe.batch else model)(some_x)
-            loss = cross_entropy(logits, some_y, recipe.label_smoothing)
-            loss.backward()
-            losses.append(loss.detach())
-        if len(losses) > 1:
-            torch._foreach_div_([one.grad for one in baselines.dense(model) if one.grad is not None], len(losses))
-        optimizer.step()
-        return torch.stack(losses).mean() if len(losses) > 1 else losses[0]
+        with precision(recipe, on):
+            logits = (compiled if len(x) == recipe.batch else model)(x)
+        loss = cross_entropy(logits, y, recipe.label_smoothing)
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+        return loss
 
-    # A CUDA graph for each number of batches, and for each number of patches.
-    captured = {} if on_the_host(optimizer) else {
-        kind: gft.Captured(take_step, optimizer) for kind in {(one.batches, one.whole) for one in plan(recipe)}}
-    for planned in plan(recipe):
-        if planned.first < step:  # taken before a checkpoint
-            continue
-        some = [next(batches) for _ in range(planned.batches)]
-        x, y = some[0] if len(some) == 1 else (torch.cat(parts) for parts in zip(*some, strict=True))
-        if planned.whole and isinstance(model, ViT):
+    def taker() -> Callable[[Tensor, Tensor], Tensor]:
+        return take_step if on_the_host(optimizer) else gft.Captured(take_step, optimizer)
+
+    take, whole_from = taker(), math.ceil(recipe.steps * (1 - recipe.whole))
+    while step < recipe.steps:
+        if isinstance(model, ViT) and step >= whole_from and not model.sees_whole_images:
             model.see_whole_images()
-        loss = captured.get((planned.batches, planned.whole), take_step)(x, y)
+            take = taker()  # a graph is of one number of patches
+        loss = take(*next(batches))
         scheduler.step()
-        before, step = step, step + planned.batches
+        step += 1
 
         last = step == recipe.steps
         told = Progress(step, recipe.steps)
-        if passed(LOG_EVERY, before, step) or last:
+        if step % LOG_EVERY == 0 or last:
             told = dataclasses.replace(told, loss=finite_loss(loss, step, folder))
             folder.log(step, loss=told.loss, lr=scheduler.get_last_lr()[0])
-        if passed(eval_every, before, step) or last:
+        if step % eval_every == 0 or last:
             told = dataclasses.replace(told, val=evaluate(model, data, "val", recipe))
             folder.log(step, val=told.val, layers=gft.statistics(model, optimizer))
-        due = passed(checkpoint_every, before, step) if checkpoint_every else clock - saved_at > SECONDS_BETWEEN_CHECKPOINTS
+        due = step % checkpoint_every == 0 if checkpoint_every else clock - saved_at > SECONDS_BETWEEN_CHECKPOINTS
         seconds, clock = seconds + time.perf_counter() - clock, time.perf_counter()
         if (due and not last) or (last and keep_checkpoint):
             finite_loss(loss, step, folder)  # a checkpoint is a state worth returning to
@@ -186,11 +176,6 @@ def training(recipe: Recipe, out: Path, *, seed: int = 0, device: str = "auto", 
     result = summary(recipe, model, optimizer, seed, seconds, evaluate(model, data, "val", recipe), on)
     folder.finish(result, keep_checkpoint)
     yield Progress(step, recipe.steps, float(loss.detach()), result["value"], result)
-
-
-def passed(every: int, before: int, step: int) -> bool:
-    """Did a step, which may take several batches, come to a multiple of `every`?"""
-    return step // every > before // every
 
 
 def finite_loss(loss: Tensor, step: int, folder: RunFolder) -> float:
@@ -219,7 +204,7 @@ def summary(recipe: Recipe, model: nn.Module, optimizer: gft.Hybrid, seed: int, 
         "bytes_per_weight": stored_bytes(model) / quantized if quantized else 4.0,
         "training_bytes_per_weight": baselines.training_bytes_after_step(model, optimizer),
         "updates_estimated": energy.updates_estimated(fp32, quantized, recipe.steps) if own else None,
-        "updates_actual": (fp32 + latent) * len(plan(recipe)) + flips,
+        "updates_actual": (fp32 + latent) * recipe.steps + flips,
         "energy_estimate_j": energy.energy_estimate_j(fp32, quantized, recipe.bits, recipe.steps) if own else None,
         "wall_s": seconds, "device": device_name(on), "torch": torch.__version__, "commit": commit(),
         "config": dataclasses.asdict(recipe),

@@ -55,6 +55,10 @@ class ViT(nn.Module):
         """From now on training leaves no patch out."""
         self.seen_in_training = self.side**2
 
+    @property
+    def sees_whole_images(self) -> bool:
+        return self.seen_in_training == self.side**2
+
     def forward(self, images: Tensor) -> Tensor:
         cut, places = in_patches(images, self.side), self.positions[0, 1:]
         if self.training and self.seen_in_training < len(places):
