@@ -16,6 +16,7 @@ from gft.energy import paper, sheets
 from gft.energy.estimate import mac_pj
 from gft.energy.meter import GpuCounter, RaplCounter, cpu_counters, gpu_counter
 from gft.lab import recipes, tables
+from gft.lab.models import ViT
 
 TINY = ["data=digits", "width=24", "depth=3", "batch=32", "steps=40"]
 
@@ -236,6 +237,16 @@ def test_tables_of_the_paper_are_of_whole_images(networks):
     assert recipe.patch_dropout > 0
     assert by_the_paper.optimizer == as_trained.optimizer
     assert by_the_paper.forward > 1.5 * as_trained.forward
+
+
+def test_a_whole_training_counts_the_whole_images_at_its_end():
+    recipe = recipes.find("imagenette-vit-hybrid2-4bit").changed(["whole=0.25"])
+    few, every, mean = (command.Network.step(one, recipe, "fp32", "7nm") for one in (
+        command.network(recipe), command.network(recipe.changed(["patch_dropout=0"])), command.over_a_run(recipe)))
+    assert mean.optimizer == few.optimizer
+    for part in ("forward", "error", "weight"):
+        assert getattr(mean, part) == pytest.approx(0.75 * getattr(few, part) + 0.25 * getattr(every, part), rel=1e-6)
+    assert mean.forward > 1.5 * few.forward
 
 
 # ---------------------------------------------------------------------------------------------------- counters and windows
@@ -477,6 +488,20 @@ def test_recipes_are_measured_side_by_side(full):
     assert "| mnist-dnn-quantized-2bit |" in text
     assert "no RAPL" in text
     assert "too short for a GPU's counter" in text
+
+
+def test_whole_images_at_the_end_are_of_whole_trainings_alone(monkeypatch):
+    asked, see_whole_images = [], ViT.see_whole_images
+    monkeypatch.setattr(ViT, "see_whole_images", lambda model: (asked.append(True), see_whole_images(model))[1])
+    recipe = recipes.find("mnist-vit-fp").changed(["data=digits-images", "patch=2", "width=16", "depth=1", "heads=2",
+                                                   "batch=16", "patch_dropout=0.75", "whole=0.5", "steps=6"])
+    forward = {}
+    for full in (False, True):  # six steps of windows are as long as the training
+        report = command.measure_recipes([recipe], [WorkCounter()], steps=2, repeats=2 - full, warmup=2, full=full,
+                                         idle_seconds=0, on=torch.device("cpu"))
+        forward[full] = report["rows"][0]["estimate"]["forward"]
+        assert asked == [True] * full
+    assert forward[True] > 1.5 * forward[False]
 
 
 def test_a_method_the_paper_does_not_estimate_is_measured_without():

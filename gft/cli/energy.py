@@ -82,6 +82,14 @@ def network(recipe: Recipe) -> Network:
     return Network(counts, energy.products(float_model, x, layers))
 
 
+def over_a_run(recipe: Recipe) -> Network:
+    """`network` with the products of the mean step of a whole training, whose last steps may see more patches (`whole`)."""
+    own, at_the_end = network(recipe), network(dataclasses.replace(recipe, patch_dropout=0.0))
+    mean = [dataclasses.replace(some, macs=round((1 - recipe.whole) * some.macs + recipe.whole * every.macs))
+            for some, every in zip(own.products, at_the_end.products, strict=True)]
+    return Network(own.counts, mean)
+
+
 def networks(table: str) -> dict[str, Network]:
     """A row's name -> the paper's network, which sees every patch of an image at every step. Rows that differ in bits alone
     share one."""
@@ -202,7 +210,8 @@ def measure_recipes(recipes: Sequence[Recipe], counters: Sequence[energy.Counter
     if full and (short := next((recipe for recipe in recipes if recipe.steps < warmup + 2), None)):
         raise ValueError(f"{short.name} has {short.steps} steps, of which {warmup} are warm-up; give a smaller --warmup")
     # The paper's numbers are of AdamW and GFT; another method is measured without an estimate beside it.
-    estimates = {recipe.name: network(recipe) if recipe.method == "gft" else None for recipe in recipes}
+    counted = over_a_run if full else network
+    estimates = {recipe.name: counted(recipe) if recipe.method == "gft" else None for recipe in recipes}
     idle = idle_power(counters, idle_seconds, on)
     readings: dict[str, list[energy.Reading]] = {recipe.name: [] for recipe in recipes}
     results: dict[str, list[dict[str, Any]]] = {recipe.name: [] for recipe in recipes}
@@ -218,8 +227,9 @@ def measure_recipes(recipes: Sequence[Recipe], counters: Sequence[energy.Counter
         else:
             # One step more than is taken: the last one of a run evaluates and writes its result.
             needed = warmup + repeats * steps + 1
-            runs = {recipe.name: start(recipe.changed([f"steps={max(recipe.steps, needed)}"]), Path(scratch) / recipe.name,
-                                       seed, on) for recipe in recipes}
+            # And all alike: windows that are longer than the recipe's training must not reach its whole images.
+            runs = {recipe.name: start(recipe.changed([f"steps={max(recipe.steps, needed)}", "whole=0"]),
+                                       Path(scratch) / recipe.name, seed, on) for recipe in recipes}
             windows = energy.measure_steps(runs, counters, steps=steps, repeats=repeats, warmup=warmup, idle=idle)
             for name, reading in windows:
                 readings[name].append(reading)
