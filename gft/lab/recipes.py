@@ -235,8 +235,8 @@ def as_packed(recipe: Recipe) -> Recipe:
     """The same by the default rule without memory: 0.25 B a 2-bit weight, 0.5 B a 3- or 4-bit one, and no state.
 
     Packed GPTs lose by the dropout of the others; only Hybrid-1, whose attention is floats, learns by heart without any.
-    Where there are as many steps as on photographs, few moves that are mostly right teach more than many: a quorum of 3 rms
-    at any width, and the same rate for MLPs and attention.
+    In as many steps as on photographs weights that move often forget what they were: a quorum of 3 rms at any width, and
+    the same rate for MLPs and attention.
     """
     packed = dataclasses.replace(recipe, name=f"{recipe.name}-packed", memory=False, attention_lr=0.0)
     if recipe.model == "gpt":
