@@ -55,8 +55,8 @@ class GFT(Optimizer):
         Weights without memory have none.
     quorum: For rule "rounding" without memory: votes below quorum · a rms are not heard, where a is the spacing of the grid
         that values move on (1.22 at 2 bits, 0.35 at 4, and at 3, where they move by halves). At 0 all are, and at 2 bits
-        noise moves more weights than the votes' mean does. Higher ones move fewer weights, and more of them rightly: right
-        for long trainings, too slow for short ones. 3 rms is the most (8.5 at 4 bits).
+        noise moves more weights than the votes' mean does. Higher ones move fewer weights: some
+        long trainings gained by that, short ones are too slow then. 3 rms is the most (8.5 at 4 bits).
     p_min: topk's least chance of a chosen weight to move. At 0 the weakest candidates never move; at 1 every candidate
         moves each step and training never settles.
     seed: of all random numbers; equal seeds, votes and steps give equal weights on every device.
