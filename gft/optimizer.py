@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 RULES = ("rounding", "topk")
+SIZES = ("step", "running")
 
 # The paper's algorithm, as docs/paper.md reads it: k = 0.75 falling linearly to 0 (by a scheduler), one voice a sample.
 PAPER: Mapping[str, Any] = MappingProxyType({"lr": 0.75, "rule": "topk", "vote": "sign", "sample": "sequence",
@@ -57,6 +58,9 @@ class GFT(Optimizer):
         that values move on (1.22 at 2 bits, 0.35 at 4, and at 3, where they move by halves). At 0 all are, and at 2 bits
         noise moves more weights than the votes' mean does. Higher ones move fewer weights: some
         long trainings gained by that, short ones are too slow then. 3 rms is the most (8.5 at 4 bits).
+    sizes: For rule "rounding" without memory: how loud a weight's row and column usually are, which its vote is measured
+        by, is told by the "step" alone, or by "running" means over many steps, as with memory. The step as a whole is
+        measured by itself in either case, so that a quorum keeps its meaning.
     p_min: topk's least chance of a chosen weight to move. At 0 the weakest candidates never move; at 1 every candidate
         moves each step and training never settles.
     seed: of all random numbers; equal seeds, votes and steps give equal weights on every device.
@@ -72,11 +76,12 @@ class GFT(Optimizer):
     ranks: Ranks = ALONE
 
     def __init__(self, params: Iterable[Any], lr: float = 0.1, rule: str = "rounding", vote: str = "int8", *,
-                 sample: str = "token", mask: str = "none", inertia: float = 0.9, quorum: float = 1.6, p_min: float = 0.001,
-                 seed: int = 0, in_backward: bool = False, process_group: "ProcessGroup | bool | None" = None) -> None:
+                 sample: str = "token", mask: str = "none", inertia: float = 0.9, quorum: float = 1.6,
+                 sizes: str = "step", p_min: float = 0.001, seed: int = 0, in_backward: bool = False,
+                 process_group: "ProcessGroup | bool | None" = None) -> None:
         self._process_group, self.ranks = process_group, ranks_of(process_group)
         defaults = {"lr": lr, "rule": rule, "vote": vote, "sample": sample, "mask": mask, "inertia": inertia,
-                    "quorum": quorum, "p_min": p_min, "seed": seed, "in_backward": in_backward, "step": 0}
+                    "quorum": quorum, "sizes": sizes, "p_min": p_min, "seed": seed, "in_backward": in_backward, "step": 0}
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -118,6 +123,8 @@ class GFT(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # also the last act of load_state_dict
         self.ranks = ranks_of(self._process_group)
+        for group in self.param_groups:  # a state_dict of before a setting was there
+            group.setdefault("sizes", "step")
         self.check()
         for group in self.param_groups:
             self._attach(group)
@@ -249,7 +256,7 @@ def _advance(group: dict[str, Any]) -> None:
 
 def check_settings(group: Mapping[str, Any], ranks: Ranks = ALONE) -> None:
     """Raise a one-sentence ValueError for a setting no rule can work with. Called before any weight moves."""
-    for key, choices in (("rule", RULES), ("vote", tuple(CODES)), ("sample", SAMPLES), ("mask", MASKS)):
+    for key, choices in (("rule", RULES), ("vote", tuple(CODES)), ("sample", SAMPLES), ("mask", MASKS), ("sizes", SIZES)):
         if group[key] not in choices:
             raise ValueError(f"{key}={group[key]!r}: choose one of {', '.join(choices)}")
     lr = 0.0 if _on_gpu(group["lr"]) else float(group["lr"])  # to look would make the host wait
@@ -275,11 +282,11 @@ def _on_gpu(number: Any) -> bool:
 
 def _move_some(weights: Sequence[Any], group: dict[str, Any], call: int = 0) -> None:
     """One step of some weights of a group, by their votes."""
-    moves(weights, call, **{key: group[key] for key in ("lr", "rule", "p_min", "inertia", "quorum")})
+    moves(weights, call, **{key: group[key] for key in ("lr", "rule", "p_min", "inertia", "quorum", "sizes")})
 
 
 def moves(weights: Sequence[Any], call: int, *, lr: float | Tensor, rule: str, p_min: float, inertia: float,
-          quorum: float) -> None:
+          quorum: float, sizes: str) -> None:
     """`move` of weights that share seed and step: rule "rounding" on a GPU takes them together, all others one by one."""
     together: dict[torch.device, list[Any]] = {}
     may_join = rule == "rounding" and (_on_gpu(lr) or lr > 0)
@@ -287,12 +294,13 @@ def moves(weights: Sequence[Any], call: int, *, lr: float | Tensor, rule: str, p
         if may_join and kernels.joint_of(weight) is not None:
             together.setdefault(weight.device, []).append(weight)
         else:
-            move(weight, weight.ballot, call, lr=lr, rule=rule, p_min=p_min, inertia=inertia, quorum=quorum)
+            move(weight, weight.ballot, call, lr=lr, rule=rule, p_min=p_min, inertia=inertia, quorum=quorum, sizes=sizes)
     for some in together.values():
-        _round_together(some, call, lr, rules.follow_of(inertia), quorum)
+        _round_together(some, call, lr, rules.follow_of(inertia), quorum, sizes)
 
 
-def _round_together(weights: Sequence[Any], call: int, lr: float | Tensor, follow: int, quorum: float) -> None:
+def _round_together(weights: Sequence[Any], call: int, lr: float | Tensor, follow: int, quorum: float,
+                    sizes: str) -> None:
     """A step by rounding of many weights on one device: those of a kind in three launches."""
     kernel, clock, lr = kernels.joint_of(weights[0]), weights[0].ballot, _readable(lr, weights[0])
     assert kernel is not None
@@ -301,19 +309,20 @@ def _round_together(weights: Sequence[Any], call: int, lr: float | Tensor, follo
         grid, ballot = weight.grid, weight.ballot
         levels, unheard = _pace(weight, quorum)
         worth = rules.worth_of(levels, grid.resolution(follow < rules.FOLLOW_ALL), unheard)
+        before = _squares_before(grid, ballot, sizes)
         layers.append(kernel.Layer(
-            stored=weight.detach(), votes=ballot.votes, running=ballot.votes_square, worth=worth,
+            stored=weight.detach(), votes=ballot.votes, running=before.running, own_size=before.own_size, worth=worth,
             stream=ballot.stream(0, call)["stream"],
             shift=rules.square_shift(ballot.ceiling, grid.rows, grid.columns), quiet=rules.quiet_of(unheard), **grid.form))
     told = kernel.round_together(layers, lr, clip=rules.CLIP, most_halvings=rules.MOST_HALVINGS, follow=follow,
                                  seed=clock.seed, step=clock.step, call=call)
     for weight, (squares, flips) in zip(weights, told, strict=True):
-        _keep_squares(weight.grid, weight.ballot, squares)
+        _keep_squares(weight.grid, weight.ballot, squares, sizes)
         weight.ballot.flips = flips if weight.ballot.flips is None else weight.ballot.flips + flips
 
 
 def move(weight: Tensor, ballot: Ballot, call: int, *, lr: float | Tensor, rule: str, p_min: float, inertia: float,
-         quorum: float) -> None:
+         quorum: float, sizes: str) -> None:
     """One step of one stored weight, in place, some rows at a time. How many levels changed is added to ballot.flips."""
     grid: Grid = weight.grid  # type: ignore[attr-defined]
     votes, lr = ballot.votes, _readable(lr, weight)
@@ -328,8 +337,8 @@ def move(weight: Tensor, ballot: Ballot, call: int, *, lr: float | Tensor, rule:
         levels, unheard = _pace(weight, quorum)
         factors, squares = rules.rounding_factors(votes, lr, grid.resolution(follow < rules.FOLLOW_ALL), levels,
                                                   ballot.ceiling, unheard,
-                                                  before=rules.Squares(ballot.votes_square, ballot.step))
-        _keep_squares(grid, ballot, squares)
+                                                  before=_squares_before(grid, ballot, sizes))
+        _keep_squares(grid, ballot, squares, sizes)
     if bounds is None and factors is None:
         return
     stream, kernel = ballot.stream(0, call), kernels.twin_of(weight)
@@ -367,8 +376,16 @@ def _pace(weight: Any, quorum: float) -> tuple[float, float]:
     return levels * rules.WITHOUT_MEMORY, rules.quorum_of(quorum, moved_on)
 
 
-def _keep_squares(grid: Grid, ballot: Ballot, squares: Tensor) -> None:
-    if grid.memory_bits:  # without memory a step's votes are measured by themselves: docs/method.md says why
+def _squares_before(grid: Grid, ballot: Ballot, sizes: str) -> rules.Squares:
+    """What the votes of past steps say of this one's. Without memory a step as a whole is measured by itself: docs/method.md
+    says why."""
+    if grid.memory_bits:
+        return rules.Squares(ballot.votes_square, ballot.step)
+    return rules.Squares(ballot.votes_square if sizes == "running" else None, ballot.step, own_size=sizes == "running")
+
+
+def _keep_squares(grid: Grid, ballot: Ballot, squares: Tensor, sizes: str) -> None:
+    if grid.memory_bits or sizes == "running":
         ballot.fresh_votes_square = squares
 
 

@@ -25,7 +25,8 @@ levels follow. Along any direction made of many weights w is then an average of 
 no state: what waits is in the memory already. docs/method.md has the algebra and what it is worth.
 
 With memory R, C and M are means over many steps (`share_of_newest`), as Adam's second moment is: taken from one step's votes
-alone they follow its noise, and a row that happens to be quiet is made as loud as the others.
+alone they follow its noise, and a row that happens to be quiet is made as loud as the others. Without memory they are the
+step's own, or if `own_size` those means, scaled as a whole to the step's own M.
 
 Without memory nothing adds votes up over steps, and most of them are noise: heard(u) = sign(u) · max(|u| - q, 0), scaled to
 rms 1, hears only what is beyond a quorum q, and the more so the coarser the grid is (`quorum_of`).
@@ -134,6 +135,7 @@ class Squares(NamedTuple):
 
     running: Tensor | None  # (out + in + 1,) float32: by row, by column, of all; None at first
     step: int | Tensor
+    own_size: bool = False  # rows and columns as they run, but the step as a whole by its own votes
 
 
 NO_SQUARES = Squares(None, 0)
@@ -235,6 +237,7 @@ def _factors(votes: Tensor, lr: float | Tensor, worth: float, shift: int,
     (row, column), (out, features) = _squares(votes, shift), votes.shape
     total = _sum_as_double(row) / max(out * features, 1)
     fresh = torch.cat([row.double() / max(features, 1), column.double() / max(out, 1), total.view(1)]) * 4.0**shift
+    own = fresh[-1].float().double().sqrt()
     if before.running is not None:
         old = before.running.double()
         fresh = torch.where(old > 0, old + (fresh - old) * share_of_newest(before.step), fresh)
@@ -242,7 +245,8 @@ def _factors(votes: Tensor, lr: float | Tensor, worth: float, shift: int,
     # Division and square root in float64 are correctly rounded everywhere; rsqrt is not.
     rms = squares.double().sqrt()
     inverse = torch.where(squares > 0, 1.0 / rms, 0.0)
-    row_factor = (inverse[:out] * rms[-1] * gain).float()
+    overall = squares[-1].double() / torch.where(own > 0, own, 1.0) if before.own_size else rms[-1]
+    row_factor = (inverse[:out] * overall * gain).float()
     return Rounding(row_factor[:, None], inverse[out:-1].float()[None, :], CLIP * gain), squares
 
 

@@ -66,7 +66,7 @@ def assert_equal(one: dict, other: dict) -> None:
 WAYS = {
     "topk": ({"rule": "topk", "lr": 0.4, "p_min": 0.02}, {"bits": 3, "memory": False}),
     "rounding": ({"rule": "rounding", "lr": 0.3, "inertia": 0.7}, {"bits": 4, "memory": True}),
-    "packed": ({"rule": "rounding", "lr": 0.5, "quorum": 1.1}, {"bits": 2, "memory": False}),
+    "packed": ({"rule": "rounding", "lr": 0.5, "quorum": 1.1, "sizes": "running"}, {"bits": 2, "memory": False}),
 }
 PARTS = {"even": (8, 8), "uneven": (1, 5, 10), "one empty": (6, 0, 10)}
 

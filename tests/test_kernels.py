@@ -33,7 +33,8 @@ SHAPES = [pytest.param((1, 64), id="row"), pytest.param((63, 65), id="odd"), pyt
 TOKENS = [*SHAPES, pytest.param((256, 128), id="even"),
           pytest.param((1029, 8), id="chunks")]
 STREAM = {"seed": 2**63 + 5, "step": 77, "stream": 4, "call": 2}
-AT_FIRST = {"clip": step.CLIP, "most_halvings": step.MOST_HALVINGS, "running": None, "step": 0}  # of rounding_factors
+# of rounding_factors
+AT_FIRST = {"clip": step.CLIP, "most_halvings": step.MOST_HALVINGS, "running": None, "step": 0, "own_size": False}
 FORMS = [pytest.param(2, False, id="2bit-packed"), pytest.param(2, True, id="2bit-memory"),
          pytest.param(3, False, id="3bit-packed"), pytest.param(4, True, id="4bit-memory"),
          pytest.param(5, False, id="5bit-packed"), pytest.param(8, False, id="8bit-packed")]
@@ -101,7 +102,8 @@ def test_move_kernel_equals_definition(twin, shape, bits, memory, rule, follow, 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
 @pytest.mark.parametrize("silent", [False, True], ids=["", "a silent row and column"])
 @pytest.mark.parametrize("number", [0, 1, 6, 300], ids="step {}".format)
-def test_rounding_factors_kernel_equals_definition(twin, shape, dtype, silent, number):
+@pytest.mark.parametrize("own_size", [False, True], ids=["", "own size"])
+def test_rounding_factors_kernel_equals_definition(twin, shape, dtype, silent, number, own_size):
     kernel, device = twin
     votes = random_votes(shape, dtype)
     if silent:
@@ -114,10 +116,10 @@ def test_rounding_factors_kernel_equals_definition(twin, shape, dtype, silent, n
         earlier = random_votes(shape, dtype, seed=9)
         running = step.rounding_factors(earlier, lr, 8)[1]
         running[-2] = 0  # a column that was silent before
-    expected, squares = step._factors(votes, lr, worth, shift, step.Squares(running, number))
+    expected, squares = step._factors(votes, lr, worth, shift, step.Squares(running, number, own_size))
     row, column, cap, renewed = kernel.rounding_factors(
         votes.to(device), lr, worth, shift, clip=step.CLIP, most_halvings=step.MOST_HALVINGS,
-        running=running if running is None else running.to(device), step=number)
+        running=running if running is None else running.to(device), step=number, own_size=own_size)
     assert torch.equal(renewed.cpu(), squares)
     assert float(cap) == expected.cap
     assert torch.equal(row.cpu(), expected.row)
@@ -336,9 +338,10 @@ def a_layer(fused, draw, shape, bits, memory, running):
     shift = step.square_shift(int(votes.abs().max()), *shape)
     worth = step.worth_of(draw.choice([0.3, 1.7]), grid.resolution(True), 0.0 if grid.memory_bits else 0.6)
     squares = step.rounding_factors(random_votes(shape, votes.dtype, seed=9), 1.0, 8)[1] if running else None
+    own_size = running and not memory
 
     def defined(lr, number, follow, seed, call):
-        factors, renewed = step._factors(votes, lr, worth, shift, step.Squares(squares, number))
+        factors, renewed = step._factors(votes, lr, worth, shift, step.Squares(squares, number, own_size))
         noise = philox.noise16(votes.numel(), seed=seed, step=number, stream=stream, call=call).view(shape)
         factors, old = factors._replace(quiet=0.0 if grid.memory_bits else 0.15), grid.values(stored)
         new = step.rounding(old, votes, noise, factors, grid.limit, grid.memory_bits, follow, grid.lowest)
@@ -346,11 +349,11 @@ def a_layer(fused, draw, shape, bits, memory, running):
 
     return fused.Layer(stored=stored.clone().to(DEVICE), votes=votes.to(DEVICE), worth=worth, stream=stream, shift=shift,
                        running=None if squares is None else squares.to(DEVICE), quiet=0.0 if grid.memory_bits else 0.15,
-                       **grid.form), defined
+                       own_size=own_size, **grid.form), defined
 
 
-KINDS = [((3, 24), 2, True, True), ((3, 24), 2, True, False), ((3, 24), 4, False, False), ((5, 9), 3, True, True),
-         ((5, 9), 2, False, False), ((2, 72), 8, False, False), ((1, 1), 4, True, True)]
+KINDS = [((3, 24), 2, True, True), ((3, 24), 2, True, False), ((3, 24), 4, False, False), ((3, 24), 4, False, True),
+         ((5, 9), 3, True, True), ((5, 9), 2, False, False), ((2, 72), 8, False, False), ((1, 1), 4, True, True)]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -358,7 +361,7 @@ KINDS = [((3, 24), 2, True, True), ((3, 24), 2, True, False), ((3, 24), 4, False
 def test_layers_that_move_together_equal_each_by_its_definition(fused, seed, number, follow, monkeypatch):
     monkeypatch.setattr(fused.alike, "MOST_LAYERS", 3)
     draw = random.Random(seed)
-    kinds = draw.choices(KINDS[:3], k=5) + draw.choices(KINDS, k=draw.randrange(4))
+    kinds = draw.choices(KINDS[:4], k=5) + draw.choices(KINDS, k=draw.randrange(4))
     layers, definitions = zip(*[a_layer(fused, draw, *kind) for kind in kinds], strict=True)
     told = fused.round_together(layers, 0.4, clip=step.CLIP, most_halvings=step.MOST_HALVINGS, follow=follow,
                                 seed=2**63 + 5, step=number, call=1)

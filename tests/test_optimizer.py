@@ -448,7 +448,7 @@ def test_layers_of_several_kinds_move_together_as_each_by_itself(joined):
         layers = [gft.QuantLinear(*shape, bits=2 + number % 2, memory=number != 3) for number, shape in enumerate(shapes)]
         for number, layer in enumerate(layers):
             layer.scale.mul_(1 + number / 4)
-        optimizer = gft.GFT([layer.weight for layer in layers], lr=0.8, seed=5, inertia=0.2, quorum=0.3)
+        optimizer = gft.GFT([layer.weight for layer in layers], lr=0.8, seed=5, inertia=0.2, quorum=0.3, sizes="running")
         for step, lr in enumerate((0.8, 0.0, 0.6, 0.6)):
             optimizer.param_groups[0]["lr"] = lr
             for number, layer in enumerate(layers):

@@ -441,7 +441,7 @@ def test_move_equals_the_rule_on_the_whole_matrix(shape, rule, memory):
     weight.grid, weight.read_scale = kept, lambda: 0.05
     ballot = Ballot(vote="int8", sample="token", mask="none", seed=91, layer=4, step=17, votes=votes)
 
-    move(weight, ballot, 2, lr=0.45, rule=rule, p_min=0.03, inertia=0.75, quorum=1.1)
+    move(weight, ballot, 2, lr=0.45, rule=rule, p_min=0.03, inertia=0.75, quorum=1.1, sizes="step")
 
     noise = noise16(votes.numel(), seed=91, step=17, stream=3 * 4, call=2).view(shape)
     if rule == "topk":
@@ -462,6 +462,6 @@ def test_move_at_lr_zero_changes_nothing(rule):
     weight.grid = kept
     before = weight.clone()
     ballot = Ballot(vote="sign", sample="token", mask="none", seed=1, layer=0, votes=random_votes((63, 65)))
-    move(weight, ballot, 0, lr=0.0, rule=rule, p_min=0.5, inertia=0.5, quorum=1.6)
+    move(weight, ballot, 0, lr=0.0, rule=rule, p_min=0.5, inertia=0.5, quorum=1.6, sizes="step")
     assert int(ballot.flips) == 0
     assert torch.equal(weight, before)

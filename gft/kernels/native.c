@@ -326,7 +326,7 @@ static double renewed(float *square, double fresh, double share) {
 /* step.rounding_factors from those sums. `squares`, of rows, of columns and of all, are renewed in place. Division and square
    root of doubles are correctly rounded. */
 void gft_factors(const int64_t *row_sums, const int64_t *column_sums, int64_t rows, int64_t columns, int shift, float gain,
-                 float *squares, double share, float *row_factor, float *column_factor) {
+                 float *squares, double share, int own_size, float *row_factor, float *column_factor) {
     int64_t high = 0, low = 0; /* step._sum_as_double */
     for (int64_t r = 0; r < rows; r++) {
         high += row_sums[r] >> 32;
@@ -334,7 +334,10 @@ void gft_factors(const int64_t *row_sums, const int64_t *column_sums, int64_t ro
     }
     double unit = (double)((int64_t)1 << shift) * (double)((int64_t)1 << shift);
     double total = (double)(high + (low >> 32)) * 4294967296.0 + (double)(low & 0xFFFFFFFF);
-    double overall = sqrt(renewed(squares + rows + columns, total / (double)(rows * columns) * unit, share));
+    double own = total / (double)(rows * columns) * unit;
+    double running = renewed(squares + rows + columns, own, share), overall = sqrt(running);
+    if (own_size)
+        overall = running / (own > 0 ? sqrt((double)(float)own) : 1.0);
     for (int64_t r = 0; r < rows; r++) {
         double square = renewed(squares + r, (double)row_sums[r] / (double)columns * unit, share);
         row_factor[r] = (float)((square > 0 ? 1.0 / sqrt(square) : 0.0) * overall * (double)gain);

@@ -43,7 +43,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "gft_pack_x": (None, [POINTER, POINTER, *[LONG] * 4]),
     "gft_votes": (None, [POINTER, POINTER, POINTER, *[LONG] * 5]),
     "gft_squares": (None, [POINTER, INT, POINTER, POINTER, LONG, LONG, LONG, INT]),
-    "gft_factors": (None, [POINTER, POINTER, LONG, LONG, INT, FLOAT, POINTER, DOUBLE, POINTER, POINTER]),
+    "gft_factors": (None, [POINTER, POINTER, LONG, LONG, INT, FLOAT, POINTER, DOUBLE, INT, POINTER, POINTER]),
     "gft_move": (LONG, [POINTER, POINTER, INT, POINTER, POINTER, FLOAT, FLOAT, INT, *[LONG] * 7, *[INT] * 5, *STREAM]),
 }
 
@@ -244,7 +244,7 @@ def _float_product(delta: Tensor, x: Tensor) -> Tensor:
 
 
 def rounding_factors(votes: Tensor, lr: float | Tensor, worth: float, shift: int, *, clip: float, most_halvings: int,
-                     running: Tensor | None, step: int) -> tuple[Tensor, Tensor, float, Tensor]:
+                     running: Tensor | None, step: int, own_size: bool) -> tuple[Tensor, Tensor, float, Tensor]:
     """step.rounding_factors: (out, 1) and (1, in) float32, the cap, and the squares. `worth` must be a float32."""
     gain = (torch.as_tensor(lr, dtype=torch.float32) * worth).item()
     votes, functions = votes.contiguous(), _functions()
@@ -262,7 +262,7 @@ def rounding_factors(votes: Tensor, lr: float | Tensor, worth: float, shift: int
     squares = torch.zeros(rows + columns + 1) if running is None else running.clone()
     share = 2.0 ** -min((step + 1).bit_length() - 1, most_halvings)
     functions.gft_factors(by_row.data_ptr(), by_column.data_ptr(), rows, columns, shift, gain, squares.data_ptr(), share,
-                          row.data_ptr(), column.data_ptr())
+                          int(own_size), row.data_ptr(), column.data_ptr())
     return row, column, clip * gain, squares
 
 

@@ -30,11 +30,13 @@ class Layer(NamedTuple):
     memory_bits: int
     spare_bits: int  # of a packed field, below the level
     quiet: float  # step.Rounding
+    own_size: bool  # step.Squares
 
     def kind(self) -> Hashable:
         """What the layers of one launch have in common."""
         return (self.votes.shape, self.votes.dtype, by_eights(self.stored, self.votes.shape[1]), self.running is None,
-                self.shift, self.packed_width, self.top_level, self.memory_bits, self.spare_bits, self.quiet)
+                self.shift, self.packed_width, self.top_level, self.memory_bits, self.spare_bits, self.quiet,
+                self.own_size)
 
 
 def by_eights(stored: Tensor, columns: int) -> bool:

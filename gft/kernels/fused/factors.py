@@ -57,8 +57,8 @@ def _squares_kernel(votes, sums, stride, rows, columns, shift, SHIFTED: tl.const
 
 @triton.jit(do_not_specialize=["rows", "columns", "lr", "shift"])
 def _factors_kernel(sums, running, step, squares, factors, stride, rows, columns, lr, worth, clip, shift,
-                    LR_ON_DEVICE: tl.constexpr, RUNNING: tl.constexpr, MOST_HALVINGS: tl.constexpr, BLOCK: tl.constexpr,
-                    OVERLAPS: tl.constexpr):
+                    LR_ON_DEVICE: tl.constexpr, RUNNING: tl.constexpr, OWN_SIZE: tl.constexpr,
+                    MOST_HALVINGS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
     """squares: the running ones as renewed, of rows, of columns, then of all. factors: of rows, of columns, then the cap."""
     let_next_begin(OVERLAPS)
     layer = tl.program_id(1)
@@ -76,6 +76,7 @@ def _factors_kernel(sums, running, step, squares, factors, stride, rows, columns
     mean = tl.where(is_all, total, mean / tl.where(is_row, columns, rows).to(tl.float64))
     unit = (shift.to(tl.int64) * 0 + 1 << shift).to(tl.float64)
     mean, total = mean * unit * unit, total * unit * unit
+    own = (tl.zeros((BLOCK,), tl.float64) + total).to(tl.float32).to(tl.float64)
     if RUNNING:
         running = pick(running, layer)
         share = tl.full((1,), 1.0, tl.float64)
@@ -88,7 +89,9 @@ def _factors_kernel(sums, running, step, squares, factors, stride, rows, columns
         total = tl.where(of_all > 0, of_all + (total - of_all) * share, total)
     square = mean.to(tl.float32)
     tl.store(squares + place, square, mask=place <= rows + columns)
-    overall = tl.sqrt((tl.zeros((BLOCK,), tl.float64) + total).to(tl.float32).to(tl.float64))
+    overall = (tl.zeros((BLOCK,), tl.float64) + total).to(tl.float32).to(tl.float64)
+    # `own` is 0 only where nobody spoke; then nothing moves anyway.
+    overall = overall / tl.sqrt(tl.where(own > 0, own, 1.0)) if OWN_SIZE else tl.sqrt(overall)
     inverse = tl.where(square > 0, 1.0 / tl.sqrt(tl.where(square > 0, square, 1.0).to(tl.float64)), 0.0)
     factor = tl.where(is_row, inverse * overall * gain.to(tl.float64), inverse).to(tl.float32)
     tl.store(factors + place, tl.where(is_all, gain * clip, factor), mask=place <= rows + columns)
@@ -102,7 +105,8 @@ def stride_of(rows: int, columns: int) -> int:
 def factors_of(votes: Sequence[Tensor],  # (rows, columns) of each layer, contiguous
                sums: Tensor,  # (layers · stride,) int64, all 0: scratch
                lr: float | Tensor, worth: Sequence[float], shift: int, *, clip: float, most_halvings: int,
-               running: Sequence[Tensor] | None, step: int | Tensor) -> tuple[Tensor, Tensor]:  # (layers, stride) float32
+               running: Sequence[Tensor] | None, step: int | Tensor,
+               own_size: bool) -> tuple[Tensor, Tensor]:  # (layers, stride) float32
     """step.rounding_factors of layers that are alike: of each the factors of its rows, of its columns, and the cap; and its
     squares.
 
@@ -124,17 +128,18 @@ def factors_of(votes: Sequence[Tensor],  # (rows, columns) of each layer, contig
         _factors_kernel[(triton.cdiv(rows + columns + 1, FACTORS_BLOCK), len(votes))](
             sums, (squares,) if running is None else padded(running), on_device(step, first), squares, factors, stride, rows,
             columns, on_device(lr, first) if isinstance(lr, Tensor) else lr, padded(worth), clip, shift,
-            LR_ON_DEVICE=isinstance(lr, Tensor), RUNNING=running is not None, MOST_HALVINGS=most_halvings,
-            BLOCK=FACTORS_BLOCK, OVERLAPS=early, **launched_early(early))
+            LR_ON_DEVICE=isinstance(lr, Tensor), RUNNING=running is not None, OWN_SIZE=own_size,
+            MOST_HALVINGS=most_halvings, BLOCK=FACTORS_BLOCK, OVERLAPS=early, **launched_early(early))
     return factors, squares
 
 
 def rounding_factors(votes: Tensor, lr: float | Tensor, worth: float, shift: int, *, clip: float, most_halvings: int,
-                     running: Tensor | None, step: int | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+                     running: Tensor | None, step: int | Tensor,
+                     own_size: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """step.rounding_factors: (out, 1) and (1, in) float32, the cap, and the squares. `worth` must be a float32."""
     votes, (rows, columns) = votes.contiguous(), votes.shape
     sums = torch.zeros(stride_of(rows, columns), dtype=torch.int64, device=votes.device)
     factors, squares = factors_of([votes], sums, lr, [worth], shift, clip=clip, most_halvings=most_halvings,
-                                  running=None if running is None else [running], step=step)
+                                  running=None if running is None else [running], step=step, own_size=own_size)
     row, column, cap = factors[0, : rows + columns + 1].split([rows, columns, 1])
     return row[:, None], column[None, :], cap[0], squares[0, : rows + columns + 1]

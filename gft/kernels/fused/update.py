@@ -232,7 +232,8 @@ def round_together(layers: Sequence[Layer],  # all on one device
         stored, votes, running, worth, stream, *_ = zip(*some, strict=True)
         first, (rows, columns) = some[0], votes[0].shape
         factors, squares = factors_of(votes, some_sums, lr, worth, first.shift, clip=clip, most_halvings=most_halvings,
-                                      running=None if first.running is None else running, step=step)
+                                      running=None if first.running is None else running, step=step,
+                                      own_size=first.own_size)
         flips = some_sums.view(-1, stride)[:, rows + columns + 2]
         _move(stored, votes, stream, factors, factors[:, rows:], factors[:, rows + columns], flips, stride,
               packed_width=first.packed_width, top_level=first.top_level, memory_bits=first.memory_bits,

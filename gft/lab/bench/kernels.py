@@ -32,7 +32,7 @@ def update(device: torch.device, small: bool = False, sizes: Sequence[int] = (40
             weight.grid, weight.read_scale = layer.grid, layer.scale_number  # type: ignore[attr-defined]
 
             def ours(weight: Tensor = weight, ballot: Any = ballot) -> None:
-                move(weight, ballot, 0, lr=0.1, rule="rounding", p_min=0.0, inertia=0.9, quorum=1.6)
+                move(weight, ballot, 0, lr=0.1, rule="rounding", p_min=0.0, inertia=0.9, quorum=1.6, sizes="step")
 
             def peer(source: Tensor = source, target: Tensor = target) -> None:
                 target.copy_(source)
