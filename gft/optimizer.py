@@ -58,9 +58,9 @@ class GFT(Optimizer):
         that values move on (1.22 at 2 bits, 0.35 at 4, and at 3, where they move by halves). At 0 all are, and at 2 bits
         noise moves more weights than the votes' mean does. Higher ones move fewer weights: some
         long trainings gained by that, short ones are too slow then. 3 rms is the most (8.5 at 4 bits).
-    sizes: For rule "rounding" without memory: how loud a weight's row and column usually are, which its vote is measured
-        by, is told by the "step" alone, or by "running" means over many steps, as with memory. The step as a whole is
-        measured by itself in either case, so that a quorum keeps its meaning.
+    sizes: For rule "rounding" without memory: a vote is measured by how loud its row and its column are, in this "step"
+        alone, or in a "running" mean over many steps, as with memory. The step as a whole is measured by itself in
+        either case, so that a quorum keeps its meaning.
     p_min: topk's least chance of a chosen weight to move. At 0 the weakest candidates never move; at 1 every candidate
         moves each step and training never settles.
     seed: of all random numbers; equal seeds, votes and steps give equal weights on every device.
@@ -377,15 +377,18 @@ def _pace(weight: Any, quorum: float) -> tuple[float, float]:
 
 
 def _squares_before(grid: Grid, ballot: Ballot, sizes: str) -> rules.Squares:
-    """What the votes of past steps say of this one's. Without memory a step as a whole is measured by itself: docs/method.md
-    says why."""
-    if grid.memory_bits:
-        return rules.Squares(ballot.votes_square, ballot.step)
-    return rules.Squares(ballot.votes_square if sizes == "running" else None, ballot.step, own_size=sizes == "running")
+    """What past steps say of how loud votes are. Without memory a step as a whole is measured by itself: docs/method.md says
+    why."""
+    run = _squares_run(grid, sizes)
+    return rules.Squares(ballot.votes_square if run else None, ballot.step, own_size=run and not grid.memory_bits)
+
+
+def _squares_run(grid: Grid, sizes: str) -> bool:
+    return grid.memory_bits > 0 or sizes == "running"
 
 
 def _keep_squares(grid: Grid, ballot: Ballot, squares: Tensor, sizes: str) -> None:
-    if grid.memory_bits or sizes == "running":
+    if _squares_run(grid, sizes):
         ballot.fresh_votes_square = squares
 
 

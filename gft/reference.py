@@ -146,13 +146,15 @@ def running_mean_squares(betas: list[Matrix]) -> list[float]:
     return mixed
 
 
-def rounding_moves(beta: Matrix, lr: float, squares: list[float] | None = None) -> Floats:
-    """lr · u in float64, with u = beta / sqrt(R · C / M) clipped to ±4. `squares`: R, C and M; beta's own if not given."""
+def rounding_moves(beta: Matrix, lr: float, squares: list[float] | None = None, own_size: bool = False) -> Floats:
+    """lr · u in float64, with u = beta / sqrt(R · C / M) clipped to ±4. `squares`: R, C and M; beta's own if not given. With
+    `own_size` u is also multiplied by sqrt(M / beta's own M), so that loud steps move no further."""
     rows = len(beta)
     squares = mean_squares(beta) if squares is None else squares
     row, column, mean = squares[:rows], squares[rows:-1], squares[-1]
+    quieter = sqrt(mean / mean_squares(beta)[-1]) if own_size else 1.0
     u = [[b / sqrt(row[o] * column[i] / mean) if b else 0.0 for i, b in enumerate(line)] for o, line in enumerate(beta)]
-    return [[lr * max(-4.0, min(4.0, a)) for a in line] for line in u]
+    return [[lr * max(-4.0, min(4.0, a * quieter)) for a in line] for line in u]
 
 
 def rounding(values: Matrix, beta: Matrix, noise: Matrix, *, lr: float, memory_bits: int, largest: int,
