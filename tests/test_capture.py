@@ -16,10 +16,10 @@ from gft.lab.recipes import find
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 
 
-def trained(capture: bool, rule: str, bits: int, memory: bool, steps: int = WARM_UP + 6):
+def trained(capture: bool, rule: str, bits: int, memory: bool, sizes: str, steps: int = WARM_UP + 6):
     torch.manual_seed(0)
     model = gft.quantize_(DNN(24, 5, 72, 4), bits, lambda module, name: name != "layers.3", memory=memory).cuda()
-    own = gft.GFT(gft.quantized(model), 0.3, rule, seed=3)
+    own = gft.GFT(gft.quantized(model), 0.3, rule, sizes=sizes, seed=3)
     optimizer = gft.Hybrid(own, torch.optim.AdamW(gft.dense(model), fused=True, capturable=True))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
 
@@ -40,9 +40,11 @@ def trained(capture: bool, rule: str, bits: int, memory: bool, steps: int = WARM
 
 @needs_gpu
 @pytest.mark.gpu
-@pytest.mark.parametrize(("rule", "bits", "memory"), [("rounding", 4, True), ("rounding", 2, False), ("topk", 3, False)])
-def test_replayed_steps_are_the_steps(rule, bits, memory):
-    one, other = trained(False, rule, bits, memory), trained(True, rule, bits, memory)
+@pytest.mark.parametrize(("rule", "bits", "memory", "sizes"), [
+    ("rounding", 4, True, "step"), ("rounding", 2, False, "step"), ("rounding", 4, False, "running"),
+    ("topk", 3, False, "step")])
+def test_replayed_steps_are_the_steps(rule, bits, memory, sizes):
+    one, other = trained(False, rule, bits, memory, sizes), trained(True, rule, bits, memory, sizes)
     for a, b in zip(gft.quantized(one[0]), gft.quantized(other[0]), strict=True):
         assert torch.equal(a, b)
     assert one[2] == pytest.approx(other[2], rel=1e-4)
