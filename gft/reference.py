@@ -134,6 +134,32 @@ def mean_squares(beta: Matrix) -> list[float]:
     return [*row, *column, sum(row) / rows]
 
 
+def evened(beta: Matrix) -> Floats:
+    """beta / |beta| + O / |O|, where O is beta with all its singular values near 1 (Muon's five rounds)."""
+    x = of_length_one(beta)
+    orthogonal = x
+    for _ in range(5):
+        gram = product(orthogonal, transposed(orthogonal))
+        cubed = product(gram, orthogonal)
+        fifth = product(gram, cubed)
+        orthogonal = [[3.4445 * s - 4.7750 * s3 + 2.0315 * s5 for s, s3, s5 in zip(*lines, strict=True)]
+                      for lines in zip(orthogonal, cubed, fifth, strict=True)]
+    return [[a + o for a, o in zip(*lines, strict=True)] for lines in zip(x, of_length_one(orthogonal), strict=True)]
+
+
+def of_length_one(matrix: Matrix | Floats) -> Floats:
+    length = sqrt(sum(number * number for line in matrix for number in line)) or 1.0
+    return [[number / length for number in line] for line in matrix]
+
+
+def product(a: Floats, b: Floats) -> Floats:
+    return [[sum(x * y for x, y in zip(row, column, strict=True)) for column in transposed(b)] for row in a]
+
+
+def transposed(matrix: Floats) -> Floats:
+    return [list(column) for column in zip(*matrix, strict=True)]
+
+
 def running_mean_squares(betas: list[Matrix]) -> list[float]:
     """Those of the steps 0, 1, 2, … mixed: step t counts for 1/2^min(floor(log2(t + 1)), 7). What was 0 so far takes the
     newest in full."""

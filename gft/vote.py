@@ -203,6 +203,7 @@ class Ballot:
     x_rms: Tensor | None = None  # (in,) running; None until the first batch
     delta_rms: Tensor | None = None  # (out,)
     votes: Tensor | None = None  # (out, in) int32 or int64
+    revised_ceiling: int | None = None  # of votes that are not what was counted any more
     tokens: int = 0  # rows of the vote product since the last step
     voices: int = 0  # samples that spoke: tokens, or sequences
     batches: int = 0  # backward passes since the last step
@@ -230,6 +231,8 @@ class Ballot:
     @property
     def ceiling(self) -> int:
         """No |vote| can be larger."""
+        if self.revised_ceiling is not None:
+            return self.revised_ceiling
         return self.voices if self.vote == "sign" else self.tokens * self.code.largest**2
 
     @property
@@ -310,9 +313,18 @@ class Ballot:
         setattr(self, which, rms)
         self.factors = {key: factors for key, factors in self.factors.items() if key[0] != which}
 
+    def revise(self, votes: Tensor, ceiling: int) -> None:
+        """Let other votes, none beyond `ceiling`, move the weight in place of those that were cast."""
+        self.votes, self.revised_ceiling = votes, ceiling
+
+    def drop_votes(self) -> None:
+        """They have moved the weight; the count of batches and tokens goes on."""
+        self.votes, self.revised_ceiling = None, None
+
     def discard(self) -> None:
         """Forget the votes cast since the last step."""
-        self.votes, self.tokens, self.voices, self.batches = None, 0, 0, 0
+        self.drop_votes()
+        self.tokens, self.voices, self.batches = 0, 0, 0
         self.squares.clear()
 
 

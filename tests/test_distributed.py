@@ -429,10 +429,12 @@ def test_process_group_is_neither_setting_nor_state():
     assert own.state_dict().keys() == {"state", "param_groups"}
 
 
-def test_graphs_and_moves_in_backward_are_refused_on_several_ranks(monkeypatch, refuses):
+def test_graphs_moves_in_backward_and_even_directions_are_refused_on_several_ranks(monkeypatch, refuses):
     monkeypatch.setattr(optimizer, "ranks_of", lambda group: ALONE if group is False else TWO)
     with refuses(ValueError, "in_backward=True"):
         gft.GFT(gft.quantized(integer_net()), in_backward=True)
+    with refuses(ValueError, "directions='even'"):
+        gft.GFT(gft.quantized(integer_net()), directions="even")
     dense = torch.optim.AdamW(nn.Linear(2, 2).parameters())
     assert waits_for_others(gft.Hybrid(gft.GFT(gft.quantized(integer_net())), dense))
     assert not waits_for_others(gft.Hybrid(gft.GFT(gft.quantized(integer_net()), process_group=False), dense))

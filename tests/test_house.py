@@ -17,7 +17,7 @@ LONGEST = 600
 FLOORS = [
     {"philox", "kernels"},
     {"grid"},
-    {"vote", "step", "reference"},
+    {"vote", "directions", "step", "reference"},
     {"product", "distributed"},
     {"layers"},
     {"convert", "optimizer"},

@@ -67,7 +67,7 @@ def build_optimizer(recipe: Recipe, model: nn.Module, seed: int) -> gft.Hybrid:
     if recipe.quantize != "none" and recipe.method == "gft":
         parts.append(gft.GFT(groups_of(recipe, model), recipe.lr, recipe.rule, recipe.vote, sample=recipe.sample,
                              mask=recipe.mask, inertia=recipe.inertia, quorum=recipe.quorum, sizes=recipe.sizes,
-                             p_min=recipe.p_min, seed=seed))
+                             directions=recipe.directions, p_min=recipe.p_min, seed=seed))
     elif recipe.quantize != "none":
         parts.append(baselines.make_optimizer(recipe.method, model, recipe.lr, recipe.beta2, recipe.threshold, seed))
     rest = baselines.dense(model)

@@ -79,6 +79,7 @@ class Recipe:
     inertia: float = 0.9
     quorum: float = 1.6
     sizes: str = "step"
+    directions: str = "voted"
     p_min: float = 0.001
     attention_lr: float = 0.0  # gpt, vit: integer attention has this lr and the next inertia; at 0 it learns as all others
     attention_inertia: float = 0.9
@@ -137,7 +138,7 @@ class Recipe:
 
 # What says nothing of a network without integers.
 OF_INTEGERS = ("memory", "init", "method", "threshold", "rule", "vote", "sample", "mask", "lr", "inertia", "quorum", "sizes",
-               "p_min", "attention_lr", "attention_inertia")
+               "directions", "p_min", "attention_lr", "attention_inertia")
 _BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 # The paper's values: top-1 % on validation, or the validation loss (Tables 1, 2, 3 and 6).
