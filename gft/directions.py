@@ -1,7 +1,7 @@
 """Votes whose directions are equally loud.
 
 The votes of a layer are a matrix, V = sum over tokens of q(delta) q(x)^T, of shape (out, in). A few directions of it, in
-which all tokens agree or x is simply large, outweigh the others a hundredfold, and a weight hears little else. In
+which tokens agree or x is simply large, outweigh all others together, and a weight hears little else. In
 
     V = U · diag(s) · W^T          O = U · W^T
 
