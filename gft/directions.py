@@ -17,7 +17,8 @@ as they are and takes each singular value s to a·s + b·s³ + c·s⁵. Five rou
 them to between 0.7 and 1.2. That is 5 · (2 · out² · in + out³) multiplications for out <= in: little beside the votes
 themselves where tokens are many times the width, out of all proportion for wide layers and small batches.
 
-The products are floats, rounded to integers once in the end: one device repeats them to the bit, two kinds of it may not.
+The products are floats, rounded to integers once in the end: another device, or another number of threads, may not give
+the same bits.
 """
 
 from collections import defaultdict

