@@ -14,8 +14,8 @@ O alone serves weights with memory as well; packed ones, which nothing averages,
 
 O is found as Muon does (Jordan et al. 2024), without a decomposition: X <- a·X + b·(X X^T)·X + c·(X X^T)²·X leaves U and W
 as they are and takes each singular value s to a·s + b·s³ + c·s⁵. Five rounds from X = V / |V| bring all but the least of
-them to between 0.7 and 1.2. That is 5 · (2 · out² · in + out³) multiplications for out <= in: little beside the votes
-themselves where tokens are many times the width, out of all proportion for wide layers and small batches.
+them to between 0.7 and 1.2. What that takes (`multiply_adds`) is little beside the votes themselves where tokens are many
+times the width, out of all proportion for wide layers and small batches.
 
 The products are floats, rounded to integers once in the end: another device, or another number of threads, may not give
 the same bits.
@@ -63,6 +63,12 @@ def orthogonal(x: Tensor) -> Tensor:  # (layers, out, in), each of length one ->
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x
+
+
+def multiply_adds(out: int, features: int) -> int:
+    """Of one layer in a step: ROUNDS times three products, all of them with the smaller side."""
+    small, large = sorted((out, features))
+    return ROUNDS * (2 * small**2 * large + small**3)
 
 
 def _of_length_one(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from gft import energy
+from gft import directions, energy
 from gft.cli import energy as command
 from gft.energy import paper, sheets
 from gft.energy.estimate import mac_pj
@@ -210,6 +210,23 @@ def test_whole_step_by_hand():
     assert joules.error == pytest.approx(bf16 * 4 * 21)
     assert joules.weight == pytest.approx(bf16 * 4 * 35 + vote * 4 * 21)
     assert joules.optimizer == pytest.approx(35 * 40.6e-12 + 21 * 4.8 / 0.38 * 0.9e-12)
+
+
+@pytest.mark.parametrize("shape", [(6, 10), (10, 6), (7, 7)])
+def test_even_directions_take_the_products_that_torch_counts(shape):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counted:
+        directions.even_out([torch.randint(-9, 10, shape, dtype=torch.int32)] * 2)
+    assert energy.even_directions_j([shape] * 2) == pytest.approx(counted.get_total_flops() / 2 * mac_pj("bf16") * 1e-12)
+
+
+def test_even_directions_are_counted_in_the_optimizers_step_alone():
+    recipe = recipes.find("shakespeare-gpt-hybrid2-2bit")
+    voted, even = (command.network(one).step(one, "bf16", "7nm") for one in (recipe, recipe.changed(["directions=even"])))
+    block = [(1152, 384), (384, 384), (1536, 384), (384, 1536)]
+    assert even.optimizer - voted.optimizer == pytest.approx(energy.even_directions_j(block * 6))
+    assert (even.forward, even.error, even.weight) == (voted.forward, voted.error, voted.weight)
 
 
 def test_products_of_quantized_layers_are_seen_without_names():

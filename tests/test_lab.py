@@ -6,6 +6,7 @@ import queue
 import pytest
 import torch
 
+from gft import energy
 from gft.lab import build, data, recipes, report, tables, train
 from gft.lab.data.augment import middle
 from gft.lab.models import DNN, GPT, ViT, vit
@@ -256,6 +257,12 @@ def test_run_folder_can_be_read_back(tmp_path):
     assert any((tmp_path / "run" / "tensorboard").iterdir())
     value, _ = train.evaluate_run(tmp_path / "run", "val", "cpu")
     assert value == result["value"]
+
+
+def test_a_run_counts_the_joules_of_even_directions(tmp_path):
+    voted, even = (run(small("verses-gpt-hybrid2-2bit", f"directions={how}"), tmp_path / how) for how in ("voted", "even"))
+    block = [(48, 16), (16, 16), (64, 16), (16, 64)]
+    assert even["energy_estimate_j"] - voted["energy_estimate_j"] == pytest.approx(2 * energy.even_directions_j(block * 2))
 
 
 @pytest.mark.slow

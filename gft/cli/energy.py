@@ -43,9 +43,12 @@ class Network(NamedTuple):
 
     counts: Counts
     products: list[energy.Product]
+    shapes: list[tuple[int, int]]  # (out, in) of the integer layers
 
     def step(self, recipe: Recipe, precision: str, node: str, moved: float | None = None) -> energy.Joules:
-        return energy.step_energy(self.products, *self.counts, recipe.bits, precision, node, moved)
+        joules = energy.step_energy(self.products, *self.counts, recipe.bits, precision, node, moved)
+        added = energy.even_directions_j(self.shapes, node) if recipe.directions == "even" else 0.0
+        return dataclasses.replace(joules, optimizer=joules.optimizer + added)
 
 
 # One sample of each of the paper's data sets: their shapes are known, so that an estimate needs no download.
@@ -72,14 +75,15 @@ def network(recipe: Recipe) -> Network:
         # Its integers start anew: there are no float values to keep on this device.
         model = build_model(dataclasses.replace(recipe, init="paper"), data)
     layers = quantized_layers(model)
-    integers = sum(layer.grid.rows * layer.grid.columns for layer in layers.values())
+    shapes = [(layer.grid.rows, layer.grid.columns) for layer in layers.values()]
+    integers = sum(out * features for out, features in shapes)
     if isinstance(data, datasets.Text):
         x = torch.zeros(recipe.batch, data.context, dtype=torch.long, device="meta")
     else:
         shape = data.shape if recipe.model == "vit" else (data.inputs,)
         x = torch.zeros(recipe.batch, *shape, device="meta")
     counts = Counts(sum(parameter.numel() for parameter in gft.dense(model)), integers)
-    return Network(counts, energy.products(float_model, x, layers))
+    return Network(counts, energy.products(float_model, x, layers), shapes)
 
 
 def over_a_run(recipe: Recipe) -> Network:
@@ -87,7 +91,7 @@ def over_a_run(recipe: Recipe) -> Network:
     own, at_the_end = network(recipe), network(dataclasses.replace(recipe, patch_dropout=0.0))
     mean = [dataclasses.replace(some, macs=round((1 - recipe.whole) * some.macs + recipe.whole * every.macs))
             for some, every in zip(own.products, at_the_end.products, strict=True)]
-    return Network(own.counts, mean)
+    return own._replace(products=mean)
 
 
 def networks(table: str) -> dict[str, Network]:

@@ -18,6 +18,7 @@ from gft.energy.estimate import (
     adamw_step_pj,
     bits_total,
     energy_estimate_j,
+    even_directions_j,
     gft_step_pj,
     moved_share,
     products,
@@ -28,6 +29,6 @@ from gft.energy.meter import Counter, NotMeasurable, Reading, find_counters, idl
 
 __all__ = [
     "MOVED_SHARE", "NODES", "OPERATIONS", "PICOJOULE", "Counter", "Joules", "NotMeasurable", "Product", "Reading",
-    "adamw_step_pj", "bits_total", "energy_estimate_j", "find_counters", "gft_step_pj", "idle_power", "mean_std", "measure",
-    "measure_steps", "moved_share", "products", "step_energy", "updates_estimated",
+    "adamw_step_pj", "bits_total", "energy_estimate_j", "even_directions_j", "find_counters", "gft_step_pj", "idle_power",
+    "mean_std", "measure", "measure_steps", "moved_share", "products", "step_energy", "updates_estimated",
 ]

@@ -13,18 +13,20 @@ A step also has to compute the loss and its errors, which costs some hundred tim
     input error     d_x   = d · W                 n · P, but none for a layer that sees data
     weight          d^T · x                       n · P: in floats for AdamW, in int8 with int32 sums for GFT's votes
 
-and attention's two products, with no weights. Left out of both: memory traffic, norms, activations, softmax, the loss, the
-rounding of x and d for the votes, random numbers. On a real chip memory traffic is the larger part; only a measurement
-(meter.py) has it.
+and attention's two products, with no weights. directions="even" adds products to the optimizer's step that do not depend
+on n (`even_directions_j`): hundreds of times what the paper counts for it, little beside n · P where n is large. Left out
+of all: memory traffic, norms, activations, softmax, the loss, the rounding of x and d for the votes, random numbers. On a
+real chip memory traffic is the larger part; only a measurement (meter.py) has it.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from gft.directions import multiply_adds
 from gft.layers import QuantConv2d, QuantLinear
 
 PICOJOULE = 1e-12
@@ -192,6 +194,12 @@ def mac_pj(precision: str, node: str = "7nm") -> float:
     multiply, add = PRECISIONS[precision]
     costs = operations(node)
     return costs[multiply].multiply + costs[add].add
+
+
+def even_directions_j(shapes: Iterable[tuple[int, int]],  # (out, in) of the integer layers
+                      node: str = "7nm") -> float:
+    """Joules that directions="even" adds to one step of the optimizer: its products, in bf16 as on a GPU."""
+    return mac_pj("bf16", node) * PICOJOULE * sum(multiply_adds(*shape) for shape in shapes)
 
 
 def step_energy(products: Sequence[Product], fp32_params: int, quantized_params: int, bits: int, precision: str = "fp32",

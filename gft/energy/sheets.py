@@ -85,7 +85,7 @@ def flips_sheet(title: str, results: Sequence[Mapping[str, Any]], node: str = "7
                       f"{result['updates_estimated'] / 1e9:.2f}B", f"{from_flips:.3f}", f"{assumed:.3f}"])
     return Sheet(title, ("recipe", "moved", "updates", "assumed", "J", "assumed J"), cells,
                  "moved: the share of integer weights that changed in a step; the paper's updates assume "
-                 f"{MOVED_SHARE}, its energy {P_CHANGE * K}.")
+                 f"{MOVED_SHARE}, its energy {P_CHANGE * K}. What even directions add is not counted here.")
 
 
 # ---------------------------------------------------------------------------------------------------- measurements

@@ -190,12 +190,16 @@ def finite_loss(loss: Tensor, step: int, folder: RunFolder) -> float:
 def summary(recipe: Recipe, model: nn.Module, optimizer: gft.Hybrid, seed: int, seconds: float, value: float,
             on: torch.device) -> dict[str, Any]:
     """result.json. The paper's formulas (updates_estimated, energy_estimate_j) are for AdamW and its own optimizer; other
-    methods have none."""
+    methods have none. What even directions add to an optimizer step is added."""
     quantized = baselines.weights_on_grid(model)
     fp32 = sum(parameter.numel() for parameter in baselines.dense(model))
     latent = sum(parameter.numel() for parameter in gft.dense(model)) - fp32
     flips = sum(part.flips() for part in optimizer.optimizers if isinstance(part, (gft.GFT, baselines.LevelOptimizer)))
     own = recipe.method == "gft"
+    joules = energy.energy_estimate_j(fp32, quantized, recipe.bits, recipe.steps)
+    if recipe.directions == "even":
+        joules += recipe.steps * energy.even_directions_j(
+            (layer.grid.rows, layer.grid.columns) for layer in quantized_layers(model).values())
     return {
         "recipe": recipe.name, "table": recipe.table, "row": recipe.row, "paper": recipe.paper,
         "metric": recipe.metric, "value": value, "split": "val", "steps": recipe.steps, "seed": seed,
@@ -205,7 +209,7 @@ def summary(recipe: Recipe, model: nn.Module, optimizer: gft.Hybrid, seed: int, 
         "training_bytes_per_weight": baselines.training_bytes_after_step(model, optimizer),
         "updates_estimated": energy.updates_estimated(fp32, quantized, recipe.steps) if own else None,
         "updates_actual": (fp32 + latent) * recipe.steps + flips,
-        "energy_estimate_j": energy.energy_estimate_j(fp32, quantized, recipe.bits, recipe.steps) if own else None,
+        "energy_estimate_j": joules if own else None,
         "wall_s": seconds, "device": device_name(on), "torch": torch.__version__, "commit": commit(),
         "config": dataclasses.asdict(recipe),
     }
