@@ -18,7 +18,7 @@ them to between 0.7 and 1.2. What that takes (`multiply_adds`) is little beside 
 times the width, out of all proportion for wide layers and small batches.
 
 The products are floats, rounded to integers once in the end: another device, or another number of threads, may not give
-the same bits.
+the same bits. So of several ranks each evens out some of the layers for all (distributed.py).
 """
 
 from collections import defaultdict

@@ -7,7 +7,8 @@ Each rank casts votes on its part of the batch. Before any weight moves, four th
     squares    the mean squares behind the running scales: the mean over the ranks that spoke             one all_reduce
     at first   weights and settings, which are only compared                                    one all_reduce of two numbers
 
-Then every rank takes the same step by itself: same votes, same scales, same random numbers, same weights, bit for bit. With
+With directions="even" each rank evens out some of the layers, and another all_reduce hands them to all. Then every rank
+takes the same step by itself: same votes, same scales, same random numbers, same weights, bit for bit. With
 `sign` votes, a voice a token, that step is the one a single process takes with the whole batch. Other votes are rounded by
 noise of each rank's own (`Ballot.call`). A layer that a rank has not used gets zeros from it; one that no rank has used
 stays as it is.
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gft.directions import even_out
 from gft.vote import Ballot
 
 if TYPE_CHECKING:
@@ -196,3 +198,15 @@ def _average_squares(weights: Sequence[Any], settled: Sequence[Container[str]], 
         ballot.squares[which], ballot.batches = square / speakers, 1
         if not is_known:
             ballot.set_scale(which, ballot.squares[which].sqrt())
+
+
+def even_out_over(ranks: Ranks,
+                  votes: Sequence[Tensor]) -> list[Tensor]:  # the same on all ranks
+    """directions.even_out, each rank's share of the layers by itself. The sum with the others' zeros hands them to all: the
+    work is divided, and products of floats, which another processor may round otherwise, are the same everywhere."""
+    if ranks.world == 1:
+        return even_out(votes)
+    evened = [torch.zeros(one.shape, dtype=torch.int32, device=one.device) for one in votes]
+    evened[ranks.rank :: ranks.world] = even_out(votes[ranks.rank :: ranks.world])
+    sum_over(ranks, evened)
+    return evened

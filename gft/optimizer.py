@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from gft import kernels
 from gft import step as rules
-from gft.directions import CEILING, even_out
-from gft.distributed import ALONE, Ranks, check_alike, fingerprint, ranks_of, unite
+from gft.directions import CEILING
+from gft.distributed import ALONE, Ranks, check_alike, even_out_over, fingerprint, ranks_of, unite
 from gft.grid import Grid
 from gft.philox import noise16
 from gft.vote import CODES, MASKS, SAMPLES, Ballot, renew
@@ -158,7 +158,7 @@ class GFT(Optimizer):
         self._unite()
         for group in self.param_groups:
             if not group["in_backward"]:
-                _move_some([weight for weight in group["params"] if weight.ballot.votes is not None], group)
+                _move_some([weight for weight in group["params"] if weight.ballot.votes is not None], group, self.ranks)
             renew([weight.ballot for weight in group["params"]])
             for weight in group["params"]:
                 self.state[weight].update({which: getattr(weight.ballot, which) for which in RUNNING
@@ -201,7 +201,7 @@ class GFT(Optimizer):
         group = next(group for group in self.param_groups if any(weight is other for other in group["params"]))
         check_settings(group, self.ranks)
         ballot: Ballot = weight.ballot  # type: ignore[attr-defined]
-        _move_some([weight], group, call=ballot.batches - 1)
+        _move_some([weight], group, self.ranks, call=ballot.batches - 1)
         ballot.drop_votes()
         if ballot.flips is not None:  # until the step; the scratch it may be a view of should not live as long
             ballot.flips = ballot.flips.clone()
@@ -280,9 +280,6 @@ def check_settings(group: Mapping[str, Any], ranks: Ranks = ALONE) -> None:
         raise ValueError(f"p_min={group['p_min']}: a chance lies between 0 and 1")
     if not (isinstance(group["seed"], int) and 0 <= group["seed"] < 2**64):
         raise ValueError(f"seed={group['seed']!r}: give an integer from 0 to 2^64 - 1")
-    if group["directions"] == "even" and ranks.world > 1:
-        raise ValueError("directions='even' rounds products of floats, which other ranks may get otherwise; leave it at "
-                         "'voted', or pass process_group=False to train alone")
     if group["in_backward"] and ranks.world > 1:
         raise ValueError("in_backward=True moves a layer before the votes of other ranks are there; leave it out, or pass "
                          "process_group=False to train alone")
@@ -292,10 +289,11 @@ def _on_gpu(number: Any) -> bool:
     return isinstance(number, Tensor) and number.is_cuda
 
 
-def _move_some(weights: Sequence[Any], group: dict[str, Any], call: int = 0) -> None:
+def _move_some(weights: Sequence[Any], group: dict[str, Any], ranks: Ranks, call: int = 0) -> None:
     """One step of some weights of a group, by their votes."""
     if group["directions"] == "even":
-        for weight, votes in zip(weights, even_out([weight.ballot.votes for weight in weights]), strict=True):
+        evened = even_out_over(ranks, [weight.ballot.votes for weight in weights])
+        for weight, votes in zip(weights, evened, strict=True):
             weight.ballot.revise(votes, CEILING)
     moves(weights, call, **{key: group[key] for key in ("lr", "rule", "p_min", "inertia", "quorum", "sizes")})
 

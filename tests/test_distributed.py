@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gft
 from gft import distributed, optimizer, vote
 from gft.capture import waits_for_others
+from gft.directions import even_out
 from gft.distributed import ALONE, Counts, Ranks, buckets, counts_of, fingerprint, ranks_of
 from gft.vote import Ballot
 
@@ -164,6 +165,17 @@ def united_votes(rank: int, int32_ceiling: int) -> dict:
     return {"before": before, "after": [ballot.votes for ballot in after], "tokens": [ballot.tokens for ballot in after]}
 
 
+def some_votes() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(8)
+    return [torch.randint(-99, 100, shape, dtype=torch.int32, generator=generator)
+            for shape in ((5, 7), (7, 5), (1, 9), (5, 7), (12, 4))]
+
+
+def evened_votes(rank: int) -> dict:
+    with mock.patch.object(distributed, "even_out", wraps=even_out) as own:
+        return {"all": distributed.even_out_over(Ranks(rank, WORLD), some_votes()), "own": len(own.call_args.args[0])}
+
+
 def by_sequences(rank: int) -> dict:
     """One voice a sequence, as in the paper: signs of sums on running scales."""
     model = integer_net(2, False)
@@ -203,6 +215,8 @@ def scenarios(rank: int, folder: Path) -> dict:
     with mock.patch.object(vote, "INT32_CEILING", 12):
         told["int64"] = told_of(*by_signs("rounding", (6, 5, 5)))
     told["united"] = united_votes(rank, 12 * 127**2)
+    told["evened"] = evened_votes(rank)
+    told["even directions"] = told_of(*by_signs("rounding", (6, 5, 5), directions="even"))
     model, own = by_signs("rounding", (6, 5, 5))
     with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as collective:
         go_on(model, own, batches_of()[:1], (6, 5, 5))
@@ -279,6 +293,26 @@ def test_votes_that_pass_int32_only_together_are_summed_in_int64(ranks):
             assert all(one.dtype == torch.int32 for one in own)
             assert torch.equal(votes, sum(one.long() for one in own))
         assert told["united"]["tokens"] == [16] * 3
+
+
+def test_each_rank_evens_out_some_layers_for_all(ranks):
+    assert [told["evened"]["own"] for told in ranks] == [2, 2, 1]
+    for told in ranks:
+        for one, first, alone in zip(told["evened"]["all"], ranks[0]["evened"]["all"], even_out(some_votes()), strict=True):
+            assert torch.equal(one, first)
+            assert (one - alone).abs().max() <= 2  # of 2^20: layers of one shape share their products when one has them all
+
+
+def test_ranks_with_even_directions_take_the_same_steps(ranks):
+    model, own = by_signs("rounding", directions="even")
+    assert own.flips() > 0
+    for told in ranks:
+        assert_equal(told["even directions"], ranks[0]["even directions"])
+    alone, voted = told_of(model, own), told_of(*by_signs("rounding"))
+    same, as_cast = (torch.cat([(told["even directions"][key] == one[key]).flatten().float() for key in one
+                                if key.startswith("parameter")]).mean() for one in (alone, voted))
+    assert same > 0.99  # a float rounded otherwise may move a weight
+    assert as_cast < 0.9
 
 
 def test_a_step_of_small_layers_takes_two_collectives_for_signs(ranks):
@@ -429,12 +463,10 @@ def test_process_group_is_neither_setting_nor_state():
     assert own.state_dict().keys() == {"state", "param_groups"}
 
 
-def test_graphs_moves_in_backward_and_even_directions_are_refused_on_several_ranks(monkeypatch, refuses):
+def test_graphs_and_moves_in_backward_are_refused_on_several_ranks(monkeypatch, refuses):
     monkeypatch.setattr(optimizer, "ranks_of", lambda group: ALONE if group is False else TWO)
     with refuses(ValueError, "in_backward=True"):
         gft.GFT(gft.quantized(integer_net()), in_backward=True)
-    with refuses(ValueError, "directions='even'"):
-        gft.GFT(gft.quantized(integer_net()), directions="even")
     dense = torch.optim.AdamW(nn.Linear(2, 2).parameters())
     assert waits_for_others(gft.Hybrid(gft.GFT(gft.quantized(integer_net())), dense))
     assert not waits_for_others(gft.Hybrid(gft.GFT(gft.quantized(integer_net()), process_group=False), dense))
