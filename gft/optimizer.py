@@ -65,8 +65,8 @@ class GFT(Optimizer):
         either case, so that a quorum keeps its meaning.
     directions: "voted" takes a layer's votes as they were cast. "even" makes all directions of that matrix half as loud as
         they are and half equally loud (directions.py), as Muon does with a gradient: learns faster where a step has many
-        tokens, costs products of the layer's size cubed, and devices no longer give the same bits. For a single
-        process only.
+        tokens, costs products of the layer's size cubed, and devices no longer give the same bits (ranks do: each evens
+        out some of the layers for all).
     p_min: topk's least chance of a chosen weight to move. At 0 the weakest candidates never move; at 1 every candidate
         moves each step and training never settles.
     seed: of all random numbers; equal seeds, votes and steps give equal weights on every device.
