@@ -238,17 +238,20 @@ def as_paper(recipe: Recipe) -> Recipe:
 def as_packed(recipe: Recipe) -> Recipe:
     """The same by the default rule without memory: 0.25 B a 2-bit weight, 0.5 B a 3- or 4-bit one, and no state.
 
-    Packed GPTs lose by the dropout of the others; only Hybrid-1, whose attention is floats, learns by heart without any. On
-    coarse grids, of 2 bits, or of 3 in attention too, they learn more by even directions; at 4 bits they do not. In as
-    many steps as on photographs weights that move often forget what they were: a quorum of 3 rms at any width, and the
-    same rate for MLPs and attention.
+    Packed GPTs learn far more by even directions and need less dropout than the others: the coarser their integers, and
+    the more of them, the less. So do packed ViTs whose attention is integers, with running sizes (3 bits were not run so).
+    In as many steps as on photographs weights that move often forget what they were: a quorum of 3 rms at any width, and
+    the same rate for MLPs and attention.
     """
     packed = dataclasses.replace(recipe, name=f"{recipe.name}-packed", memory=False, attention_lr=0.0)
     if recipe.model == "gpt":
-        coarse = recipe.bits == 2 or (recipe.bits == 3 and recipe.quantize == "blocks")
-        return dataclasses.replace(packed, dropout=0.1 if recipe.quantize == "mlp" else 0.0,
-                                   directions="even" if coarse else "voted")
-    return dataclasses.replace(packed, quorum=8.5) if recipe.data == "imagenette" else packed
+        dropout = 0.1 if recipe.quantize == "mlp" else 0.05 if recipe.bits > 2 else 0.0
+        return dataclasses.replace(packed, dropout=dropout, directions="even")
+    if recipe.data == "imagenette":
+        return dataclasses.replace(packed, quorum=8.5)
+    if recipe.quantize == "blocks" and recipe.bits != 3:
+        return dataclasses.replace(packed, directions="even", sizes="running")
+    return packed
 
 
 VARIANTS = ("default", "paper", "packed")
