@@ -11,13 +11,15 @@ CONVERTIBLE: dict[type[nn.Module], type[QuantLinear] | type[QuantConv2d]] = {nn.
 
 
 def quantize_(model: nn.Module, bits: int = 4, filter_fn: FilterFn | None = None, *, memory: bool = True,
-              init: str = "keep", bias: bool = True) -> nn.Module:
+              init: str = "keep", bias: bool = True, gain: bool | None = None) -> nn.Module:
     """Replace nn.Linear and nn.Conv2d layers by quantized ones, in place; returns the model.
 
     filter_fn(module, name) says which; all of them without it. init="keep" takes the float weights over, rounded to the
     grid, so a model's own initialisation or a pre-trained model carries over; "paper" (90 % zeros) and "variance"
-    (a Gaussian) start anew. bias=False leaves the layers' biases out: the paper's quantized layers have none. Call it
-    before the optimizers are built, and nothing is changed if it raises.
+    (a Gaussian) start anew. bias=False leaves the layers' biases out: the paper's quantized layers have none. gain=True
+    multiplies each layer's product by a number that AdamW learns with the biases, False by none. By default ternary layers
+    have gains, and in a model without any norm all do, since nothing else lets them grow beyond their grids; but neither
+    with bias=False nor from the paper's start. Call it before the optimizers are built; nothing is changed if it raises.
     """
     check_bits(bits)
     if init not in ("keep", "paper", "variance"):
@@ -32,7 +34,9 @@ def quantize_(model: nn.Module, bits: int = 4, filter_fn: FilterFn | None = None
         raise ValueError(f"no layer to quantize: filter_fn chose none of the model's nn.Linear and nn.Conv2d ({found}); "
                          "widen it")
     _refuse_shared(model, chosen)
-    fresh = {name: CONVERTIBLE[type(module)].from_float(module, bits, memory=memory, init=init)  # type: ignore[arg-type]
+    if gain is None:
+        gain = bias and init != "paper" and (bits == 2 or not has_norms(model))
+    fresh = {name: CONVERTIBLE[type(module)].from_float(module, bits, memory=memory, init=init, gain=gain)  # type: ignore[arg-type]
              for name, module in chosen}
     for name, layer in fresh.items():
         if not bias:
@@ -50,6 +54,11 @@ def dequantize_(model: nn.Module) -> nn.Module:
     for name, layer in layers:
         _replace(model, name, layer.to_float())
     return model
+
+
+def has_norms(model: nn.Module) -> bool:
+    """Is there a layer that calls itself a norm, torch's own or another's (LayerNorm, BatchNorm2d, LlamaRMSNorm)?"""
+    return any("norm" in type(module).__name__.lower() for module in model.modules())
 
 
 def _refuse_shared(model: nn.Module, chosen: list[tuple[str, nn.Module]]) -> None:

@@ -4,6 +4,9 @@
     backward   delta_x = scale · (delta · levels)        ordinary, by the chain rule (paper, Eq. 2)
                votes  += q(delta)^T · q(x)               instead of a weight gradient (vote.py)
 
+With `gain=True` the product is multiplied by one more number, which AdamW learns with the biases (`log_gain`): an integer
+weight cannot outgrow its grid, and where no norm follows nothing else makes up for that.
+
 The weight is a plain integer nn.Parameter, packed or with memory (grid.py). It carries two attributes: `weight.grid`,
 how it is stored, and `weight.ballot`, where its votes go. A ballot is given by `gft.GFT`; without one the layer is
 frozen and backward computes delta_x alone. What the graph keeps of x is q(x), packed to 2, 4 or 8 bits an element.
@@ -33,9 +36,10 @@ class _QuantLayer(nn.Module):
 
     weight: nn.Parameter
     scale: Tensor
+    log_gain: nn.Parameter | None
     bias: nn.Parameter | None
 
-    def __init__(self, float_shape: tuple[int, ...], bits: int, bias: bool, memory: bool, init: str,
+    def __init__(self, float_shape: tuple[int, ...], bits: int, bias: bool, memory: bool, init: str, gain: bool,
                  device: torch.device | str | None, dtype: torch.dtype | None) -> None:
         super().__init__()
         if init not in (*STARTS, "unset"):
@@ -50,6 +54,7 @@ class _QuantLayer(nn.Module):
             levels, scale = STARTS[init](rows, columns, bits, device)
         self.weight = nn.Parameter(self.grid.store(levels), requires_grad=False)
         self.register_buffer("scale", scale.float())
+        self.log_gain = nn.Parameter(torch.zeros((), device=device, dtype=dtype)) if gain else None
         self.bias = nn.Parameter(torch.zeros(rows, device=device, dtype=dtype)) if bias else None
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         self._read_scale: tuple[Tensor, int, float] | None = None
@@ -107,8 +112,21 @@ class _QuantLayer(nn.Module):
         return self.grid.levels(self.weight.detach()).view(self.float_shape)
 
     def float_weight(self) -> Tensor:
-        """The float values used in forward: scale · levels."""
-        return self.levels() * self.scale
+        """The float values used in forward: scale · levels, times the gain if there is one."""
+        weight = self.levels() * self.scale
+        return weight if self.log_gain is None else weight * self.gain()
+
+    def gain(self) -> Tensor:
+        """exp(sqrt(columns) · log_gain). By the root one rate of AdamW makes it grow as fast as it would a float weight,
+        whose size is about 1 / sqrt(columns).
+
+        Its gradient sums over all that flows through the layer, so it is taken 1 / (columns · sqrt(rows)) times, the
+        root of the layer's size in all, as LSQ does (Esser et al. 2020): AdamW does not see it, SGD would leap without.
+        """
+        assert self.log_gain is not None
+        slope = 1 / (self.grid.columns * self.grid.rows**0.5)
+        log_gain = self.log_gain * slope + self.log_gain.detach() * (1 - slope)
+        return (log_gain * self.grid.columns**0.5).exp()
 
     def forward(self, x: Tensor) -> Tensor:
         if not torch.is_floating_point(x):
@@ -122,6 +140,8 @@ class _QuantLayer(nn.Module):
             y = self.scaled_product(x)
         else:
             y = Product.apply(x, self._anchor, self.weight, self)
+        if self.log_gain is not None:
+            y = y * self.gain().to(y.dtype)
         return y if self.bias is None else y + self._shaped_bias().to(y.dtype)
 
     def product_dtype(self, x: Tensor) -> torch.dtype:
@@ -163,7 +183,8 @@ class _QuantLayer(nn.Module):
 
     def extra_repr(self) -> str:
         kept = f"memory={self.grid.memory_bits} bits" if self.memory else "packed"
-        return f"bits={self.bits}, {kept}, bias={self.bias is not None}"
+        gain = ", gain=True" if self.log_gain is not None else ""
+        return f"bits={self.bits}, {kept}, bias={self.bias is not None}{gain}"
 
     # ------------------------------------------------------------------ state_dict
 
@@ -191,6 +212,8 @@ class _QuantLayer(nn.Module):
             bits, memory, *_ = form.tolist()
             raise ValueError(f"{name}: the state_dict holds {bits}-bit weights with memory={bool(memory)}, this layer has "
                              f"bits={self.bits}, memory={self.memory}; build it the same way")
+        if self.log_gain is not None and stored is not None:  # of a time before there were gains
+            state_dict.setdefault(prefix + "log_gain", torch.zeros_like(self.log_gain))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -201,19 +224,22 @@ class QuantLinear(_QuantLayer):
     memory: True keeps unspent votes in the rest of a byte a weight (1 B a weight, trains best). False packs the levels
         (0.25 B at 2 bits, 0.5 B at 3 and 4, where the bit that 3 leave over counts half levels) and keeps nothing else.
     init: "variance" draws the levels of a Gaussian of deviation 1/sqrt(in_features); "paper" 90 % zeros, 10 % ±1.
+    gain: True multiplies the product by a learnt number, for ternary layers and networks without norms. Backward then
+        keeps the product, too. `gft.quantize_` decides by itself.
     """
 
     def __init__(self, in_features: int, out_features: int, bits: int = 4, bias: bool = False, *, memory: bool = True,
-                 init: str = "variance", device: torch.device | str | None = None,
+                 init: str = "variance", gain: bool = False, device: torch.device | str | None = None,
                  dtype: torch.dtype | None = None) -> None:
-        super().__init__((out_features, in_features), bits, bias, memory, init, device, dtype)
+        super().__init__((out_features, in_features), bits, bias, memory, init, gain, device, dtype)
         self.in_features, self.out_features = in_features, out_features
 
     @classmethod
-    def from_float(cls, linear: nn.Linear, bits: int = 4, *, memory: bool = True, init: str = "keep") -> "QuantLinear":
+    def from_float(cls, linear: nn.Linear, bits: int = 4, *, memory: bool = True, init: str = "keep",
+                   gain: bool = False) -> "QuantLinear":
         """The layer on the grid nearest to `linear`; its bias is taken over as it is. init="paper" starts anew."""
         layer = cls(linear.in_features, linear.out_features, bits, False, memory=memory,
-                    init="unset" if init == "keep" else init, device=linear.weight.device)
+                    init="unset" if init == "keep" else init, gain=gain, device=linear.weight.device)
         return _take_over(layer, linear, init)
 
     def to_float(self) -> nn.Linear:
@@ -257,12 +283,12 @@ class QuantConv2d(_QuantLayer):
     def __init__(self, in_channels: int, out_channels: int, kernel_size: int | tuple[int, int], bits: int = 4,
                  stride: int | tuple[int, int] = 1, padding: int | tuple[int, int] | str = 0,
                  dilation: int | tuple[int, int] = 1, groups: int = 1, bias: bool = False, *, memory: bool = True,
-                 init: str = "variance", device: torch.device | str | None = None,
+                 init: str = "variance", gain: bool = False, device: torch.device | str | None = None,
                  dtype: torch.dtype | None = None) -> None:
         if in_channels % groups or out_channels % groups:
             raise ValueError(f"groups={groups} must divide in_channels={in_channels} and out_channels={out_channels}")
         kernel = _pair(kernel_size)
-        super().__init__((out_channels, in_channels // groups, *kernel), bits, bias, memory, init, device, dtype)
+        super().__init__((out_channels, in_channels // groups, *kernel), bits, bias, memory, init, gain, device, dtype)
         self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
         self.kernel_size, self.stride, self.dilation = kernel, _pair(stride), _pair(dilation)
         if padding == "same":
@@ -273,13 +299,14 @@ class QuantConv2d(_QuantLayer):
         self.padding = (0, 0) if padding == "valid" else _pair(padding)
 
     @classmethod
-    def from_float(cls, conv: nn.Conv2d, bits: int = 4, *, memory: bool = True, init: str = "keep") -> "QuantConv2d":
+    def from_float(cls, conv: nn.Conv2d, bits: int = 4, *, memory: bool = True, init: str = "keep",
+                   gain: bool = False) -> "QuantConv2d":
         """The layer on the grid nearest to `conv`; its bias is taken over as it is."""
         if conv.padding_mode != "zeros":
             raise ValueError(f"padding_mode={conv.padding_mode!r}: QuantConv2d pads with zeros only; leave this layer out")
         layer = cls(conv.in_channels, conv.out_channels, conv.kernel_size, bits, conv.stride, conv.padding,  # type: ignore[arg-type]
                     conv.dilation, conv.groups, memory=memory, init="unset" if init == "keep" else init,  # type: ignore[arg-type]
-                    device=conv.weight.device)
+                    gain=gain, device=conv.weight.device)
         return _take_over(layer, conv, init)
 
     def to_float(self) -> nn.Conv2d:

@@ -44,7 +44,7 @@ def integer_net(bits: int = 4, memory: bool = True, seed: int = 0) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         first, second, third = (nn.Linear(*shape, bias=False) for shape in ((6, 24), (24, 33), (33, 5)))
-        return gft.quantize_(nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), third), bits, memory=memory)
+        return gft.quantize_(nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), third), bits, memory=memory, gain=False)
 
 
 def told_of(model: nn.Module, own: gft.GFT) -> dict:
@@ -135,7 +135,7 @@ class Branches(nn.Module):
 
 def with_branches(rank: int) -> dict:
     torch.manual_seed(0)
-    model = gft.quantize_(Branches(), 4)
+    model = gft.quantize_(Branches(), 4, gain=False)
     own = gft.GFT(gft.quantized(model), lr=0.3, seed=2)
     if rank == 0:  # a batch that is given up leaves scales behind, which are this rank's alone
         F.cross_entropy(model(batches_of()[1][0], True), batches_of()[1][1]).backward()
