@@ -114,7 +114,7 @@ class _QuantLayer(nn.Module):
     def float_weight(self) -> Tensor:
         """The float values used in forward: scale · levels, times the gain if there is one."""
         weight = self.levels() * self.scale
-        return weight if self.log_gain is None else weight * self.gain()
+        return weight if self.log_gain is None else weight * self.gain().detach()
 
     def gain(self) -> Tensor:
         """exp(sqrt(columns) · log_gain). By the root one rate of AdamW makes it grow as fast as it would a float weight,

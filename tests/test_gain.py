@@ -38,6 +38,7 @@ def test_a_gain_multiplies_the_product_and_not_the_bias(layer):
     bias = plain.bias.detach().view(-1, 1, 1) if x.dim() == 4 else plain.bias.detach()
     torch.testing.assert_close(with_gain(x), (plain(x) - bias) * torch.tensor(0.3).exp() + bias)
     torch.testing.assert_close(with_gain.to_float()(x), with_gain(x))
+    assert not with_gain.float_weight().requires_grad
     assert "gain=True" in repr(with_gain)
     assert "gain" not in repr(plain)
 
@@ -89,7 +90,7 @@ def test_a_gain_changes_no_sign_of_a_vote(layer):
     (nn.BatchNorm1d(48, affine=False), {}, False),
     (nn.LayerNorm(48), {"gain": True}, True),
 ], ids=["no norm", "2 bits", "gain=False", "bias=False", "paper", "variance", "LayerNorm", "LayerNorm, 2 bits",
-                              "2 bits, bias=False", "BatchNorm", "gain=True"])
+        "2 bits, bias=False", "BatchNorm", "gain=True"])
 def test_ternary_layers_and_models_without_norms_have_gains_by_default(norm, settings, expected):
     assert has_gains(gft.quantize_(mlp(norm=norm), **{"bits": 4, **settings})) == {expected}
 

@@ -73,7 +73,7 @@ def twins(device: torch.device, bits: int, **sizes: int) -> tuple[GPT, GPT]:
     torch.manual_seed(0)
     with torch.device(device):
         model = GPT(256, **sizes).eval()
-    gft.quantize_(model, bits, lambda module, name: name.startswith("blocks."), memory=False)
+    gft.quantize_(model, bits, lambda module, name: name.startswith("blocks."), memory=False, gain=False)
     twin = gft.dequantize_(copy.deepcopy(model))
     assert isinstance(twin, GPT)
     return model.to(_dtype(device)), twin.to(_dtype(device))
