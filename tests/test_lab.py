@@ -316,6 +316,9 @@ def test_reproduce_writes_a_table_and_resumes(tmp_path, monkeypatch):
         for folder in (tmp_path, elsewhere):
             assert tables.reproduce({"mnist-dnn": folder}, **chosen) == {"mnist-dnn": rows}
     assert report.markdown("", [{**rows[0], "commit": "a, b"}, {**rows[1], "commit": "b"}]).count(" · commit a, b · ") == 1
+    # Joules that differ a hundredfold are explained, and only there.
+    assert "even directions" not in text
+    assert "even directions (Quantized 2bit)" in report.markdown("", [rows[0], {**rows[1], "directions": "even"}])
     # Other settings are other runs: the old line does not count as theirs.
     row = tables.reproduce({"mnist-dnn": elsewhere}, seeds=1, rows=["fp"], settings=[*settings, "dense_lr=0.01"],
                            device="cpu")["mnist-dnn"][0]

@@ -51,6 +51,7 @@ def table_rows(results: Sequence[Result], command: str) -> list[dict[str, Any]]:
             "seeds": [run["seed"] for run in runs], "values": values, "lower_is_better": first["metric"] == "loss",
             "gap": None if first["paper"] is None else mean - first["paper"],
             "table": first["table"], "training_bytes_per_weight": first.get("training_bytes_per_weight"),
+            "directions": first.get("config", {}).get("directions", "voted"),  # early runs kept no settings
             **{key: first[key] for key in ("metric", "steps", "fp32_params", "quantized_params", "bits", "bits_total",
                                            "bytes_per_weight", "updates_estimated", "energy_estimate_j")},
             "updates_actual": statistics.fmean(run["updates_actual"] for run in runs),
@@ -107,6 +108,9 @@ def columns_of(rows: Sequence[Row]) -> dict[str, Callable[[Row], str]]:
     return BASELINE_COLUMNS if rows[0]["table"] == "baselines" else COLUMNS
 
 
+# Without it a reader of a table would see a hundredfold of joules and not know why.
+EVEN_DIRECTIONS = ("Energy is that of all optimizer steps by the paper's formula; with even directions ({rows}) the matrix "
+                   "products these take are counted as well.")
 METRICS = {"accuracy": "Validation accuracy in %", "loss": "Validation loss in nats (lower is better)"}
 
 
@@ -118,9 +122,10 @@ def markdown(title: str, rows: Sequence[Row]) -> str:
     where = {key: ", ".join(dict.fromkeys(row[key] for row in rows)) for key in ("device", "torch", "command")}
     where["commit"] = ", ".join(dict.fromkeys(commit for row in rows for commit in row["commit"].split(", ")))
     gap = "; gap: ours minus the paper's" if "gap" in columns else ""
-    note = NOTES.get(rows[0]["table"])
+    even = [row["name"] for row in rows if row["directions"] == "even"]
+    notes = [NOTES.get(rows[0]["table"]), EVEN_DIRECTIONS.format(rows=", ".join(even)) if even else None]
     lines += ["", f"{METRICS[rows[0]['metric']]}, mean ± standard deviation over n seeds ({', '.join(map(str, seeds))})"
-              f"{gap}.", "", *([note, ""] if note else []),
+              f"{gap}.", "", *(line for note in notes if note for line in (note, "")),
               "Time is the wall time of one run, beside as many others as the command's --jobs says.", "",
               f"Command: `{where['command']}` · commit {where['commit']} · {where['device']} · torch {where['torch']}", ""]
     return "\n".join(lines)
