@@ -1,6 +1,7 @@
 """The lab: recipes, and runs that can be read back."""
 
 import json
+import math
 import queue
 
 import pytest
@@ -316,6 +317,10 @@ def test_reproduce_writes_a_table_and_resumes(tmp_path, monkeypatch):
         for folder in (tmp_path, elsewhere):
             assert tables.reproduce({"mnist-dnn": folder}, **chosen) == {"mnist-dnn": rows}
     assert report.markdown("", [{**rows[0], "commit": "a, b"}, {**rows[1], "commit": "b"}]).count(" · commit a, b · ") == 1
+    # Two seeds a row: the spread to expect is that of both rows together; one seed has none.
+    deviation = math.sqrt(sum(row["std"] ** 2 for row in rows) / 2)
+    assert f"by {deviation:.2f} (standard deviation, 2 degrees of freedom)" in text
+    assert "degrees" not in report.markdown("", [{**row, "n": 1, "std": 0.0} for row in rows])
     # Joules that differ a hundredfold are explained, and only there.
     assert "even directions" not in text
     assert "even directions (Quantized 2bit)" in report.markdown("", [rows[0], {**rows[1], "directions": "even"}])

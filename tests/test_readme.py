@@ -69,6 +69,14 @@ def test_tables_of_the_readme_say_what_results_say(marker, table):
                             for folder in (ROOT / "results").iterdir())
 
 
+@pytest.mark.parametrize(("told", "table"), [("nats (nanoGPT)", "shakespeare-gpt"), ("points (ViT on MNIST)", "mnist-vit"),
+                                             ("(DNN)", "mnist-dnn"), ("(depth)", "depth")])
+def test_the_readme_says_how_far_runs_deviate(told, table):
+    deviation = re.search(r"its row's mean by (\S+) ", (ROOT / "results" / table / "table.md").read_text())
+    assert deviation
+    assert f" {deviation[1]} {told}" in README.read_text()
+
+
 OLDEST = "mnist-dnn-paper"  # it has lines of a time when runs did not keep their settings
 
 

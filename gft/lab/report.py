@@ -1,6 +1,7 @@
 """What runs came to: tables for the terminal and for Markdown, and validation curves as PNG and SVG."""
 
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -64,13 +65,17 @@ def table_rows(results: Sequence[Result], command: str) -> list[dict[str, Any]]:
     return rows
 
 
+def _digits(row: Row) -> int:
+    return 3 if row["metric"] == "loss" else 2
+
+
 def _value(row: Row) -> str:
-    digits = 3 if row["metric"] == "loss" else 2
+    digits = _digits(row)
     return f"{row['mean']:.{digits}f}" + (f" ± {row['std']:.{digits}f}" if row["n"] > 1 else "")
 
 
 def _gap(row: Row) -> str:
-    return "–" if row["gap"] is None else f"{row['gap']:+.{3 if row['metric'] == 'loss' else 2}f}"
+    return "–" if row["gap"] is None else f"{row['gap']:+.{_digits(row)}f}"
 
 
 # What a table's columns are called -> a row's cell in them.
@@ -111,7 +116,18 @@ def columns_of(rows: Sequence[Row]) -> dict[str, Callable[[Row], str]]:
 # Without it a reader of a table would see a hundredfold of joules and not know why.
 EVEN_DIRECTIONS = ("Energy is that of all optimizer steps by the paper's formula; with even directions ({rows}) the matrix "
                    "products these take are counted as well.")
+SPREAD = ("Pooled over the rows a run deviates from its row's mean by {deviation} (standard deviation, {degrees} degrees of "
+          "freedom): two or three seeds alone say little of it. Most further runs of a row should land within twice that.")
 METRICS = {"accuracy": "Validation accuracy in %", "loss": "Validation loss in nats (lower is better)"}
+
+
+def spread_note(rows: Sequence[Row]) -> str | None:
+    """What a reader who runs a row once may expect. Other methods than ours differ too much to be pooled."""
+    degrees = sum(row["n"] - 1 for row in rows)
+    if not degrees or rows[0]["table"] == "baselines":
+        return None
+    deviation = math.sqrt(sum((row["n"] - 1) * row["std"] ** 2 for row in rows) / degrees)
+    return SPREAD.format(deviation=f"{deviation:.{_digits(rows[0])}f}", degrees=degrees)
 
 
 def markdown(title: str, rows: Sequence[Row]) -> str:
@@ -123,7 +139,7 @@ def markdown(title: str, rows: Sequence[Row]) -> str:
     where["commit"] = ", ".join(dict.fromkeys(commit for row in rows for commit in row["commit"].split(", ")))
     gap = "; gap: ours minus the paper's" if "gap" in columns else ""
     even = [row["name"] for row in rows if row["directions"] == "even"]
-    notes = [NOTES.get(rows[0]["table"]), EVEN_DIRECTIONS.format(rows=", ".join(even)) if even else None]
+    notes = [spread_note(rows), NOTES.get(rows[0]["table"]), EVEN_DIRECTIONS.format(rows=", ".join(even)) if even else None]
     lines += ["", f"{METRICS[rows[0]['metric']]}, mean ± standard deviation over n seeds ({', '.join(map(str, seeds))})"
               f"{gap}.", "", *(line for note in notes if note for line in (note, "")),
               "Time is the wall time of one run, beside as many others as the command's --jobs says.", "",
