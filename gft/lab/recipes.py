@@ -248,11 +248,11 @@ def as_packed(recipe: Recipe) -> Recipe:
     if recipe.model == "gpt":
         dropout = 0.1 if recipe.quantize == "mlp" else 0.05 if recipe.bits > 2 else 0.0
         return dataclasses.replace(packed, dropout=dropout, directions="even")
-    if recipe.data == "imagenette" and (recipe.quantize != "mlp" or recipe.bits == 2):
-        return dataclasses.replace(packed, quorum=8.5)
     if recipe.data == "imagenette":
-        return dataclasses.replace(packed, directions="even", sizes="running", quorum=5.7 if recipe.bits == 4 else 2.4,
-                                   weight_decay=0.5)
+        quorum = {("mlp", 4): 5.7, ("mlp", 3): 2.4}.get((recipe.quantize, recipe.bits))
+        if quorum is None:
+            return dataclasses.replace(packed, quorum=8.5)
+        return dataclasses.replace(packed, directions="even", sizes="running", quorum=quorum, weight_decay=0.5)
     if recipe.quantize == "blocks":
         return dataclasses.replace(packed, directions="even", sizes="running")
     return packed
