@@ -3,6 +3,7 @@
 import json
 import math
 import queue
+import shutil
 
 import pytest
 import torch
@@ -293,6 +294,35 @@ def test_a_folder_with_a_run_is_never_overwritten(tmp_path):
     with pytest.raises(train.TrainingError, match="lr"):
         run(recipe.changed(["lr=0.05"]), tmp_path / "run", resume=True)
     assert run(recipe, tmp_path / "run", resume=True) == first
+
+
+@pytest.mark.parametrize("title", sorted({tables.TITLES[recipe.table] + tables.SUBTITLES[recipes.variant_of(name)]
+                                          for name, recipe in recipes.RECIPES.items() if recipe.table in tables.TITLES}))
+def test_the_title_of_a_figure_is_within_it(title, tmp_path, monkeypatch):
+    from matplotlib import pyplot
+
+    figures = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    report.plot_curves({"Quantized 2bit": [[(1, 50.0), (2, 60.0)]]}, title, "accuracy", [tmp_path / "curves.png"])
+    (figure,) = figures
+    monkeypatch.undo()
+    pyplot.close(figure)
+    figure.draw_without_rendering()  # at the dpi of the figure, not of the file
+    box = figure.axes[0].title.get_window_extent()
+    assert 0 < box.x0 < box.x1 < figure.bbox.x1
+    assert box.y1 < figure.bbox.y1
+
+
+def test_a_table_without_curves_keeps_the_figure_it_has(tmp_path):
+    settings = ["width=16", "data=digits", "steps=2"]
+    tables.reproduce({"mnist-dnn": tmp_path}, seeds=1, rows=["fp"], settings=settings, device="cpu")
+    for run in tmp_path.glob("*/seed-*"):
+        shutil.rmtree(run)
+    (line,) = map(json.loads, (tmp_path / "runs.jsonl").read_text().splitlines())
+    (tmp_path / "runs.jsonl").write_text(json.dumps({**line, "curve": []}) + "\n")
+    figure = (tmp_path / "curves.png").read_bytes()
+    tables.write_table(tmp_path)
+    assert (tmp_path / "curves.png").read_bytes() == figure
 
 
 def test_reproduce_writes_a_table_and_resumes(tmp_path, monkeypatch):

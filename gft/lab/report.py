@@ -3,6 +3,7 @@
 import json
 import math
 import statistics
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -190,7 +191,8 @@ def plot_curves(curves: Mapping[str, Sequence[Sequence[tuple[int, float]]]], tit
     import matplotlib.pyplot as plt
     import numpy as np
 
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    figure, axes = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
+    axes.set_prop_cycle(plt.cycler(linestyle=["-", ":"]) * plt.rcParams["axes.prop_cycle"])  # no two rows of a table alike
     for name, seeds in curves.items():
         steps = [step for step, _ in seeds[0]]
         values = np.array([[value for _, value in seed] for seed in seeds])
@@ -201,9 +203,10 @@ def plot_curves(curves: Mapping[str, Sequence[Sequence[tuple[int, float]]]], tit
     if settled:
         margin = 0.08 * (max(settled) - min(settled)) or 0.1
         axes.set_ylim(max(min(settled) - margin, 0), max(settled) + margin)
-    axes.set(title=title, xlabel="step", ylabel=METRICS[metric].lower())
+    axes.set_title(textwrap.fill(title, 60), fontsize="medium")
+    axes.set(xlabel="step", ylabel=METRICS[metric].lower())
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False, fontsize=8, loc="upper right" if metric == "loss" else "lower right")
+    figure.legend(frameon=False, fontsize=8, loc="outside right upper")  # beside the curves: inside it would hide some
     for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(file, dpi=160)

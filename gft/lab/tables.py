@@ -132,8 +132,8 @@ def write_table(out: Path) -> list[Line]:
     runs.write_text(out / "runs.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
     curves = {row["name"]: [line["curve"] for line in lines if line["recipe"] == row["recipe"] and line.get("curve")]
               for row in rows}
-    report.plot_curves({name: some for name, some in curves.items() if some}, about["title"], rows[0]["metric"],
-                       [out / "curves.png", out / "curves.svg"])
+    if drawn := {name: seeds for name, seeds in curves.items() if seeds}:
+        report.plot_curves(drawn, about["title"], rows[0]["metric"], [out / "curves.png", out / "curves.svg"])
     return rows
 
 
