@@ -239,20 +239,18 @@ def as_packed(recipe: Recipe) -> Recipe:
     """The same by the default rule without memory: 0.25 B a 2-bit weight, 0.5 B a 3- or 4-bit one, and no state.
 
     Packed transformers learn more by even directions, GPTs with less dropout than the others (the coarser their integers,
-    and the more of them, the less), ViTs with running sizes. On MNIST that is so for integer attention only. In as many
-    steps as on photographs weights that move often forget what they were, so the quorum is higher there: 2 rms at 4 bits and
-    0.85 at 3 in Hybrid-1, 3 rms in the rows that have not been run by even directions yet. Floats that learn around integers
-    without memory learn photographs by heart, unless they decay.
+    and the more of them, the less), ViTs with running sizes. On MNIST that is so for integer attention only, on photographs
+    for 3 and 4 bits. In as many steps as these take weights that move often forget what they were, so the quorum is higher:
+    2 rms, by votes as cast 3. And floats around integers without memory learn photographs by heart, unless they decay.
     """
     packed = dataclasses.replace(recipe, name=f"{recipe.name}-packed", memory=False, attention_lr=0.0)
     if recipe.model == "gpt":
         dropout = 0.1 if recipe.quantize == "mlp" else 0.05 if recipe.bits > 2 else 0.0
         return dataclasses.replace(packed, dropout=dropout, directions="even")
     if recipe.data == "imagenette":
-        quorum = {("mlp", 4): 5.7, ("mlp", 3): 2.4}.get((recipe.quantize, recipe.bits))
-        if quorum is None:
+        if recipe.bits == 2:
             return dataclasses.replace(packed, quorum=8.5)
-        return dataclasses.replace(packed, directions="even", sizes="running", quorum=quorum, weight_decay=0.5)
+        return dataclasses.replace(packed, directions="even", sizes="running", quorum=5.7, weight_decay=0.5)
     if recipe.quantize == "blocks":
         return dataclasses.replace(packed, directions="even", sizes="running")
     return packed
