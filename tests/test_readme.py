@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import gft
-from gft.lab import tables
+from gft.lab import runs, tables
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -67,6 +67,24 @@ def test_tables_of_the_readme_say_what_results_say(marker, table):
     assert min(told.values()) >= 5
     assert len(told) == sum(folder.name.removeprefix(table) in VARIANTS.values() and folder.name.startswith(table)
                             for folder in (ROOT / "results").iterdir())
+
+
+@pytest.mark.parametrize(("name", "table"), [
+    ("nanoGPT, Tiny Shakespeare", "shakespeare-gpt"), ("ViT, MNIST", "mnist-vit"), ("ViT, Imagenette", "imagenette-vit"),
+    ("DNN, MNIST", "mnist-dnn"), ("ternary DNN by depth, MNIST", "depth")])
+def test_the_summary_of_the_readme_counts_what_results_say(name, table):
+    (told,) = [cells for first, *cells in table_after(README.read_text(), "In short") if first == name]
+    floats = None
+    for cell, variant in zip(told, ("", "-packed", "-paper"), strict=True):
+        rows = runs.read_json(ROOT / "results" / f"{table}{variant}" / "table.json")["rows"]
+        floats = next((row["mean"] for row in rows if row["bits"] == 32), floats)
+        rows = [row for row in rows if row["bits"] < 32]
+        sign, digits = (-1, 3) if rows[0]["lower_is_better"] else (1, 2)
+        expected = f"{sum(sign * row['gap'] >= 0 for row in rows)} of {len(rows)}"
+        if floats is not None:
+            worst = min(rows, key=lambda row: sign * row["mean"])["mean"] - floats
+            assert float(cell.partition(", ")[2]) == pytest.approx(worst, abs=0.501 * 10**-digits)
+        assert cell.partition(", ")[0] == expected
 
 
 @pytest.mark.parametrize(("told", "table"), [("nats (nanoGPT)", "shakespeare-gpt"), ("points (ViT on MNIST)", "mnist-vit"),
