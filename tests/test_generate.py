@@ -60,6 +60,40 @@ def test_generate_prints_the_prompt_and_what_follows(writer):
     assert len(outcome.output) == len("When I") + 30 + 1
 
 
+def test_a_run_folder_writes_without_its_text_and_refuses_another(tmp_path):
+    file = tmp_path / "own.txt"
+    verses = data.load("verses")
+    text = verses.decode(verses.train[:4000])
+    file.write_text(text)
+    recipe = recipes.find("verses-gpt-hybrid2-2bit").changed([*TINY, f"data=text:{file}", "steps=4"])
+    run = tmp_path / "run"
+    told = train.training(recipe, run, device="cpu", checkpoint_every=2)
+    for _ in range(3):
+        next(told)  # and then it is killed
+    written = "".join(generate.generate(run, length=30, device="cpu"))
+
+    # As many characters as before, so that only their names tell the two texts apart.
+    file.write_text(text.replace("a", "å"))
+    assert "".join(generate.generate(run, length=30, device="cpu")) == written
+    before = (run / "metrics.jsonl").read_bytes()
+    with pytest.raises(train.TrainingError, match="other characters now"):
+        train.evaluate_run(run, "val", "cpu")
+    with pytest.raises(train.TrainingError, match="other characters now"):
+        next(train.training(recipe, run, device="cpu", resume=True))
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+    file.unlink()
+    assert "".join(generate.generate(run, length=30, device="cpu")) == written
+    file.write_text(text)
+    assert list(train.training(recipe, run, device="cpu", resume=True))[-1].result
+
+
+def test_nothing_is_printed_before_what_is_wrong_is_said(tmp_path):
+    outcome = CliRunner().invoke(app, ["generate", str(tmp_path), "--prompt", "When I", "--device", "cpu"])
+    assert isinstance(outcome.exception, train.TrainingError)
+    assert outcome.output == ""
+
+
 def test_a_run_that_writes_no_text_is_refused(tmp_path):
     recipe = recipes.find("digits-fp").changed(["width=16", "steps=2"])
     list(train.training(recipe, tmp_path / "run", device="cpu"))

@@ -35,20 +35,20 @@ def next_tokens(model: GPT, tokens: Tensor, temperature: float, top_k: int, gene
 
 def generate(folder: Path, prompt: str = "\n", *, length: int = 500, temperature: float = 0.8, top_k: int = 20,
              seed: int = 0, device: str = "auto") -> Iterator[str]:
-    """What the model of a run folder writes after `prompt`, character by character."""
+    """What the model of a run folder writes after `prompt`, character by character. What is wrong is said at once, not with
+    the first character."""
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"--temperature {temperature}: give 0 (always the likeliest) or more; 1 is the model's own spread")
     if top_k < 1 or length < 0:
         raise ValueError(f"--top-k {top_k}, --length {length}: give at least 1 and 0")
-    model, data, recipe = train.load_run(folder, device)
+    model, data, recipe = train.load_run(folder, device, to_write=True)
     if not isinstance(model, GPT) or not isinstance(data, datasets.Text):
         raise TrainingError(f"{folder} holds {recipe.name}, which writes no text; give the folder of a gpt recipe")
     if not prompt:
         raise ValueError("--prompt is empty; give at least one character, a line break for example")
     tokens = data.encode(prompt)[None].to(next(model.parameters()).device)
     drawn = next_tokens(model, tokens, temperature, top_k, torch.Generator().manual_seed(seed))
-    for _, token in zip(range(length), drawn, strict=False):
-        yield data.decode(torch.tensor([token]))
+    return (data.decode(torch.tensor([token])) for _, token in zip(range(length), drawn, strict=False))
 
 
 def sample_of(folder: Path, device: str = "auto") -> str:

@@ -1,7 +1,7 @@
 """The files of a run, and where and with what it ran.
 
-A run folder holds config.json, metrics.jsonl (a line each time something is logged), checkpoint/state.safetensors and,
-once finished, result.json.
+A run folder holds config.json, metrics.jsonl (a line each time something is logged), checkpoint/state.safetensors
+(of a text also which number is which character) and, once finished, result.json.
 """
 
 import dataclasses
@@ -26,13 +26,17 @@ class TrainingError(ValueError):
 # ---------------------------------------------------------------------------------------------------- the run folder
 
 
+def checkpoint_of(path: Path) -> Path:
+    return path / "checkpoint" / "state.safetensors"
+
+
 class RunFolder:
     """The files of one run. Nothing in it is ever overwritten by another run."""
 
     def __init__(self, path: Path, recipe: Recipe, seed: int, resume: bool) -> None:
         """Look, but write nothing yet: settings that turn out to make no sense should leave no folder behind."""
         self.path = path
-        self.checkpoint = path / "checkpoint" / "state.safetensors"
+        self.checkpoint = checkpoint_of(path)
         self._metrics = path / "metrics.jsonl"
         self._writer: Any = None
         self._config = {**dataclasses.asdict(recipe), "seed": seed}

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +16,14 @@ from torch import Tensor, nn
 import gft
 from gft import energy
 from gft.capture import on_the_host
+from gft.checkpoint import read_checkpoint
 from gft.lab import baselines
 from gft.lab import data as datasets
 from gft.lab.build import Data, build_model, build_optimizer, build_scheduler
 from gft.lab.data.augment import middle
 from gft.lab.models import ViT
 from gft.lab.recipes import Recipe
-from gft.lab.runs import RunFolder, TrainingError, commit, device_name, read_json, resolve_device
+from gft.lab.runs import RunFolder, TrainingError, checkpoint_of, commit, device_name, read_json, resolve_device
 from gft.layers import quantized_layers
 
 LOG_EVERY = 20
@@ -75,20 +76,38 @@ def evaluate(model: nn.Module, data: Data, split: str, recipe: Recipe) -> float:
     return float(total) / count * (100 if recipe.metric == "accuracy" else 1)
 
 
-def load_run(folder: Path, device: str = "auto") -> tuple[nn.Module, Data, Recipe]:
-    """The trained model of a run folder, with its data and recipe."""
+def recipe_of(folder: Path) -> Recipe:
+    """What a run folder was trained by."""
     if not (folder / "config.json").exists():
         raise TrainingError(f"{folder} is not a run folder (it has no config.json); give the --out of gft train")
     config = read_json(folder / "config.json")
     missing = [field.name for field in dataclasses.fields(Recipe) if field.name not in config]
     if missing:
         raise TrainingError(f"{folder} was made by another version of gft (its config.json has no {missing[0]}); train anew")
-    recipe = Recipe(**{field.name: config[field.name] for field in dataclasses.fields(Recipe)})
-    on = resolve_device(device)
-    data = datasets.load(recipe.data).to(on)
+    return Recipe(**{field.name: config[field.name] for field in dataclasses.fields(Recipe)})
+
+
+def load_run(folder: Path, device: str = "auto", *, to_write: bool = False) -> tuple[nn.Module, Data, Recipe]:
+    """The trained model of a run folder, with its data and recipe. To write, a GPT needs no more of its text than what a
+    checkpoint keeps, the characters, so the text itself may be gone."""
+    recipe, checkpoint, on = recipe_of(folder), checkpoint_of(folder), resolve_device(device)
+    kept = read_checkpoint(checkpoint)["extra"].get("text") if to_write else None
+    data = (datasets.Text.without_splits(**kept) if kept else datasets.load(recipe.data)).to(on)
     model = build_model(recipe, data).to(on)
-    gft.load_checkpoint(folder / "checkpoint" / "state.safetensors", model)
+    check_text(data, gft.load_checkpoint(checkpoint, model), folder)
     return model.eval(), data, recipe
+
+
+def text_of(data: Data) -> dict[str, Any] | None:
+    """What a checkpoint keeps of a text: which number is which character."""
+    return {"characters": data.characters, "context": data.context} if isinstance(data, datasets.Text) else None
+
+
+def check_text(data: Data, restored: Mapping[str, Any], folder: Path) -> None:
+    """A model reads numbers; those of a text with other characters would mean something else to it."""
+    if restored.get("text") not in (None, text_of(data)):
+        raise TrainingError(f"the text that {folder} was trained on has other characters now; give it back the text it had, "
+                            "or train anew in another folder")
 
 
 def evaluate_run(folder: Path, split: str, device: str = "auto") -> tuple[float, Recipe]:
@@ -123,6 +142,7 @@ def training(recipe: Recipe, out: Path, *, seed: int = 0, device: str = "auto", 
     step, seconds = 0, 0.0
     if folder.checkpoint.exists():
         restored = gft.load_checkpoint(folder.checkpoint, model, optimizer, scheduler)
+        check_text(data, restored, out)
         step, seconds = restored["step"], restored["seconds"]
     folder.start(step, tensorboard)
 
@@ -167,7 +187,8 @@ def training(recipe: Recipe, out: Path, *, seed: int = 0, device: str = "auto", 
         seconds, clock = seconds + time.perf_counter() - clock, time.perf_counter()
         if (due and not last) or (last and keep_checkpoint):
             finite_loss(loss, step, folder)  # a checkpoint is a state worth returning to
-            gft.save_checkpoint(folder.checkpoint, model, optimizer, scheduler, step=step, seconds=seconds)
+            gft.save_checkpoint(folder.checkpoint, model, optimizer, scheduler, step=step, seconds=seconds,
+                                text=text_of(data))
             saved_at = clock
         if not last:
             yield told

@@ -46,6 +46,12 @@ class Text:
         cut = len(text) * 9 // 10
         return Text(tokens[:cut], tokens[cut:], tokens[cut:], characters, context)
 
+    @staticmethod
+    def without_splits(characters: str, context: int) -> "Text":
+        """The characters alone: what it takes to write, and nothing to read."""
+        nothing = _numbers("", characters)
+        return Text(nothing, nothing, nothing, characters, context)
+
     @property
     def classes(self) -> int:
         return len(self.characters)
