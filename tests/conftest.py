@@ -12,6 +12,9 @@ from torch import nn
 # Before gft, and with it torch's compiler, imports Triton: without a GPU its kernels run through the interpreter.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+# Before gft makes its console: plain text that fits the usual terminal, whatever the one that tests run in is like.
+os.environ["COLUMNS"] = "80"
+os.environ.pop("FORCE_COLOR", None)
 
 import gft
 
