@@ -72,15 +72,15 @@ def test_a_run_folder_writes_without_its_text_and_refuses_another(tmp_path):
         next(told)  # and then it is killed
     written = "".join(generate.generate(run, length=30, device="cpu"))
 
-    # As many characters as before, so that only their names tell the two texts apart.
-    file.write_text(text.replace("a", "å"))
-    assert "".join(generate.generate(run, length=30, device="cpu")) == written
     before = (run / "metrics.jsonl").read_bytes()
-    with pytest.raises(train.TrainingError, match="other characters now"):
-        train.evaluate_run(run, "val", "cpu")
-    with pytest.raises(train.TrainingError, match="other characters now"):
-        next(train.training(recipe, run, device="cpu", resume=True))
-    assert (run / "metrics.jsonl").read_bytes() == before
+    for other in (text.replace("a", "å"), text + "å"):  # as many characters as before, whose names alone differ; one more
+        file.write_text(other)
+        assert "".join(generate.generate(run, length=30, device="cpu")) == written
+        with pytest.raises(train.TrainingError, match="other characters now"):
+            train.evaluate_run(run, "val", "cpu")
+        with pytest.raises(train.TrainingError, match="other characters now"):
+            next(train.training(recipe, run, device="cpu", resume=True))
+        assert (run / "metrics.jsonl").read_bytes() == before
 
     file.unlink()
     assert "".join(generate.generate(run, length=30, device="cpu")) == written

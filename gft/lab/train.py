@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,10 +91,11 @@ def load_run(folder: Path, device: str = "auto", *, to_write: bool = False) -> t
     """The trained model of a run folder, with its data and recipe. To write, a GPT needs no more of its text than what a
     checkpoint keeps, the characters, so the text itself may be gone."""
     recipe, checkpoint, on = recipe_of(folder), checkpoint_of(folder), resolve_device(device)
-    kept = read_checkpoint(checkpoint)["extra"].get("text") if to_write else None
-    data = (datasets.Text.without_splits(**kept) if kept else datasets.load(recipe.data)).to(on)
+    kept = kept_text(recipe, checkpoint)
+    data = (datasets.Text.without_splits(**kept) if kept and to_write else datasets.load(recipe.data)).to(on)
+    check_text(data, kept, folder)
     model = build_model(recipe, data).to(on)
-    check_text(data, gft.load_checkpoint(checkpoint, model), folder)
+    gft.load_checkpoint(checkpoint, model)
     return model.eval(), data, recipe
 
 
@@ -103,9 +104,14 @@ def text_of(data: Data) -> dict[str, Any] | None:
     return {"characters": data.characters, "context": data.context} if isinstance(data, datasets.Text) else None
 
 
-def check_text(data: Data, restored: Mapping[str, Any], folder: Path) -> None:
+def kept_text(recipe: Recipe, checkpoint: Path) -> dict[str, Any] | None:
+    """What a checkpoint has kept of a text, known before there is a model to load it into: its size depends on that."""
+    return read_checkpoint(checkpoint)["extra"].get("text") if recipe.model == "gpt" else None
+
+
+def check_text(data: Data, kept: dict[str, Any] | None, folder: Path) -> None:
     """A model reads numbers; those of a text with other characters would mean something else to it."""
-    if restored.get("text") not in (None, text_of(data)):
+    if kept not in (None, text_of(data)):
         raise TrainingError(f"the text that {folder} was trained on has other characters now; give it back the text it had, "
                             "or train anew in another folder")
 
@@ -141,8 +147,8 @@ def training(recipe: Recipe, out: Path, *, seed: int = 0, device: str = "auto", 
     scheduler = build_scheduler(recipe, optimizer)
     step, seconds = 0, 0.0
     if folder.checkpoint.exists():
+        check_text(data, kept_text(recipe, folder.checkpoint), out)
         restored = gft.load_checkpoint(folder.checkpoint, model, optimizer, scheduler)
-        check_text(data, restored, out)
         step, seconds = restored["step"], restored["seconds"]
     folder.start(step, tensorboard)
 
