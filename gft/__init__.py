@@ -8,11 +8,15 @@ from gft import reference
 from gft.capture import Captured
 from gft.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from gft.convert import dequantize_, quantize_
+from gft.errors import UsageError
+from gft.hybrid import Hybrid
 from gft.layers import QuantConv2d, QuantLinear, dense, quantized
-from gft.optimizer import GFT, PAPER, Hybrid
+from gft.optim import GFT, PAPER
+from gft.rules import Rounding, TopK
 from gft.statistics import statistics
+from gft.votes import Int4, Int8, Sign, Ternary
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "GFT",
@@ -20,8 +24,15 @@ __all__ = [
     "Captured",
     "CheckpointError",
     "Hybrid",
+    "Int4",
+    "Int8",
     "QuantConv2d",
     "QuantLinear",
+    "Rounding",
+    "Sign",
+    "Ternary",
+    "TopK",
+    "UsageError",
     "dense",
     "dequantize_",
     "load_checkpoint",

@@ -3,7 +3,7 @@
 A small network on a fast GPU waits for the host: nanoGPT's step launches some thousand kernels, and Python takes longer to
 name them than the GPU to run them. A CUDA graph records them once and replays them in one call. Everything that changes
 from step to step must then lie in the GPU's memory: the batch, the rates, the count of steps that seeds the random
-numbers (optimizer._advance) and all running values.
+numbers (GFT._advance) and all running values.
 
     def step(x, y):
         loss = F.cross_entropy(model(x), y)
@@ -15,94 +15,145 @@ numbers (optimizer._advance) and all running values.
         loss = step(x, y); scheduler.step()
 """
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gft.optimizer import GFT, Hybrid
+from gft.errors import UsageError
+from gft.hybrid import Hybrid
+from gft.optim import GFT, GPU_STEPS_BETWEEN_REPORTS
 
 Step = Callable[[Tensor, Tensor], Tensor]  # (x, y) -> loss; takes one optimizer step
-WARM_UP = 3  # steps taken one by one first: they choose algorithms and make the state that later ones renew
+WARM_UP = 3  # steps of a kind of batch taken one by one first: they choose algorithms and make the state later ones renew
+MOST_RECORDINGS = 8  # for changed settings; then steps are taken without a graph
 
 
-def _parts(optimizer: Optimizer) -> tuple[Optimizer, ...]:
+def parts_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
+    """The optimizers that a Hybrid joins; any other is its own only part."""
     return optimizer.optimizers if isinstance(optimizer, Hybrid) else (optimizer,)
 
 
 def on_the_host(optimizer: Optimizer) -> Optimizer | None:
     """The part of an optimizer that keeps some of its state on the host, where a graph cannot reach it, if there is one. GFT
     keeps none there, torch's optimizers none if they were made with capturable=True."""
-    return next((part for part in _parts(optimizer) if not isinstance(part, GFT)
+    return next((part for part in parts_of(optimizer) if not isinstance(part, GFT)
                  and not all(group.get("capturable", False) for group in part.param_groups)), None)
 
 
 def waits_for_others(optimizer: Optimizer) -> bool:
     """Does a step take in the votes of other processes? Its host must then look at their counts, which no graph can."""
-    return any(isinstance(part, GFT) and part.ranks.world > 1 for part in _parts(optimizer))
+    return any(isinstance(part, GFT) and part.ranks.world > 1 for part in parts_of(optimizer))
+
+
+def kind_of(x: Tensor, y: Tensor) -> Hashable:
+    """What a graph is recorded for: batches of one shape, type and device."""
+    return tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in (x, y))
 
 
 class Captured:
-    """`step` recorded after its first three calls, then replayed.
+    """`step` recorded when a kind of batch has come three times, then replayed.
 
     step: takes x and y, the tensors of a batch, and one step of `optimizer`; returns the loss. What it returns later lies
         in the same memory each time: read it, or clone it, before the next call. No Python in it runs again, so it should
-        depend on nothing but x, y and the optimizer's rates.
-    optimizer: schedulers go on setting numbers in its `param_groups`; each call copies them to the GPU.
+        depend on nothing but x, y and the optimizer's settings.
+    optimizer: schedulers go on setting "lr" in its `param_groups`; each call copies it to the GPU. When another setting
+        changes, or a state_dict is loaded, the step is recorded anew.
 
-    A batch of another shape, as the last of an epoch may be, is taken without the graph; on a CPU all are.
+    A batch of another shape or type, as the last of an epoch may be, is taken without the graph; on a CPU all are.
     """
-
-    _graph: torch.cuda.CUDAGraph | None
 
     def __init__(self, step: Step, optimizer: Optimizer) -> None:
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-        self._on_gpu = all(weight.is_cuda for weight in weights)
-        if self._on_gpu and (part := on_the_host(optimizer)) is not None:
-            raise ValueError(f"{type(part).__name__} counts its steps on the host, where a CUDA graph cannot reach them; "
+        self._device = weights[0].device if weights and all(weight.is_cuda for weight in weights) else None
+        if self._device is not None and (part := on_the_host(optimizer)) is not None:
+            raise UsageError(f"{type(part).__name__} counts its steps on the host, where a CUDA graph cannot reach them; "
                              "make it with capturable=True, or take the steps without gft.Captured")
-        if self._on_gpu and waits_for_others(optimizer):
-            raise ValueError("a step of several processes cannot be replayed, since the host looks at what each counted; "
+        if self._device is not None and waits_for_others(optimizer):
+            raise UsageError("a step of several processes cannot be replayed, since the host looks at what each counted; "
                              "take the steps without gft.Captured")
         self._step, self._optimizer = step, optimizer
-        self._calls, self._graph = 0, None
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._kind: Hashable = None  # of the batches that are replayed
+        self._seen: dict[Hashable, int] = {}
+        self._recordings = self._replays = 0
         # A graph is recorded, and its kernels are made ready, off the default stream.
-        self._stream = torch.cuda.Stream() if self._on_gpu else None
+        self._stream = None if self._device is None else torch.cuda.Stream(self._device)
+        for part in parts_of(optimizer):  # new tensors take the place of the old ones, which a graph would still write to
+            part.register_load_state_dict_post_hook(self._forget)
+
+    def _forget(self, *_: Any) -> None:
+        """Record anew when the next batches have come."""
+        self._graph, self._kind = None, None
+        self._seen.clear()
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
         if self._stream is None:
             return self._step(x, y)
-        self._calls += 1
-        if self._calls <= WARM_UP:
+        kind = kind_of(x, y)
+        if self._graph is not None and self._settings() != self._recorded_settings:
+            # One step by itself first: what a new rule does to the weights is done once, not in each replay.
+            self._graph, self._seen[self._kind] = None, WARM_UP - 1
+        if self._graph is None and self._kind in (None, kind) and self._seen.get(kind, 0) >= WARM_UP:
+            self._record(x, y, kind)
+        if self._graph is None or kind != self._kind:
+            return self._warm_up(x, y, kind)
+        return self._replay(x, y)
+
+    def _warm_up(self, x: Tensor, y: Tensor, kind: Hashable) -> Tensor:
+        self._seen[kind] = self._seen.get(kind, 0) + 1
+        assert self._stream is not None
+        with torch.cuda.device(self._device):
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 loss = self._step(x, y)
             torch.cuda.current_stream().wait_stream(self._stream)
-            return loss
-        if self._graph is None:
-            self._record(x, y)
+        return loss
+
+    def _replay(self, x: Tensor, y: Tensor) -> Tensor:
         assert self._graph is not None
-        if x.shape != self._x.shape:
-            return self._step(x, y)
-        self._x.copy_(x)
-        self._y.copy_(y)
-        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
-            rate.fill_(group["lr"])
-        self._graph.replay()
+        with torch.cuda.device(self._device):
+            self._x.copy_(x)
+            self._y.copy_(y)
+            for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+                rate.fill_(group["lr"])
+            self._graph.replay()
+        self._replays += 1
+        if self._replays % GPU_STEPS_BETWEEN_REPORTS == 0:  # no Python inside the graph could
+            for part in parts_of(self._optimizer):
+                if isinstance(part, GFT):
+                    part.report_not_finite()
         return self._loss
 
-    def _record(self, x: Tensor, y: Tensor) -> None:
+    def _settings(self) -> list[Any]:
+        """What is built into a graph: all settings but lr, and the scales of the layers, which products take as numbers."""
+        groups = [{key: value for key, value in group.items() if key not in ("params", "lr", "step", "initial_lr")}
+                  for group in self._optimizer.param_groups]
+        layers = [layer for part in parts_of(self._optimizer) if isinstance(part, GFT) for layer in part.layers()]
+        return [groups, [layer.scale._version for layer in layers]]
+
+    def _record(self, x: Tensor, y: Tensor, kind: Hashable) -> None:
+        if self._recordings >= MOST_RECORDINGS:
+            if self._recordings == MOST_RECORDINGS:
+                self._recordings += 1
+                warnings.warn("settings of the optimizer other than lr change so often that recording the step anew costs "
+                              "more than it saves; it is taken without a CUDA graph from now on", stacklevel=3)
+            return
         graph, groups = torch.cuda.CUDAGraph(), self._optimizer.param_groups
         numbers = [group["lr"] for group in groups]
         self._x, self._y = x.clone(), y.clone()
-        self._rates = [torch.tensor(float(number), device=x.device) for number in numbers]
+        self._rates = [torch.tensor(float(number), device=self._device) for number in numbers]
+        self._recorded_settings = self._settings()
         for group, rate in zip(groups, self._rates, strict=True):
             group["lr"] = rate
         try:
-            with torch.cuda.graph(graph, stream=self._stream):
+            with torch.cuda.device(self._device), torch.cuda.graph(graph, stream=self._stream):
                 self._loss = self._step(self._x, self._y).detach()
-            self._graph = graph
+            self._graph, self._kind = graph, kind
+            self._recordings += 1
         finally:
             for group, number in zip(groups, numbers, strict=True):
                 group["lr"] = number

@@ -8,7 +8,6 @@ old file or the new one, whole. Nothing is ever unpickled.
 """
 
 import json
-import os
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,10 +18,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from gft.errors import UsageError, UsageTypeError
+from gft.files import written_atomically
+
 FORMAT = "gft-checkpoint-1"
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UsageError):
     """A checkpoint that cannot be used, and why."""
 
 
@@ -39,7 +41,7 @@ def flatten(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, (str, int, float)) and key is not None:
-                raise TypeError(f"{name} has the key {key!r}, which a checkpoint cannot keep; use strings and numbers")
+                raise UsageTypeError(f"{name} has the key {key!r}, which a checkpoint cannot keep; use strings and numbers")
         # Pairs, since JSON would turn the integer keys of an optimizer's state into strings.
         return {"pairs": [[key, flatten(item, f"{name}.{key}", tensors)] for key, item in value.items()]}
     if isinstance(value, (list, tuple)):
@@ -47,8 +49,8 @@ def flatten(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         return {kind: [flatten(item, f"{name}.{index}", tensors) for index, item in enumerate(value)]}
     if value is None or isinstance(value, (bool, int, float, str)):
         return {"value": value}
-    raise TypeError(f"{name} holds a {type(value).__name__}, which a checkpoint cannot; keep numbers, strings, tensors, "
-                    "lists and dicts of them")
+    raise UsageTypeError(f"{name} holds a {type(value).__name__}, which a checkpoint cannot; keep numbers, strings, "
+                         "tensors, lists and dicts of them")
 
 
 def unflatten(node: Any, tensors: Mapping[str, Tensor]) -> Any:
@@ -96,8 +98,6 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 def save_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None,
                     scheduler: Any = None, **extra: Any) -> Path:
     """Write model, optimizer, scheduler, random state and `extra` (step, data position, …) to one file, atomically."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     content = {
         "model": dict(model.state_dict()),
         "optimizer": None if optimizer is None else optimizer.state_dict(),
@@ -115,15 +115,9 @@ def save_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
         seen.add(tensor.data_ptr())
     text = json.dumps(structure)
     metadata = {"format": FORMAT, "structure": text, "crc32": str(checksum(tensors, text))}
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
-    try:
+    with written_atomically(path) as unfinished:
         save_file(tensors, unfinished, metadata)
-        with open(unfinished, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    return path
+    return Path(path)
 
 
 def read_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> dict[str, Any]:
@@ -150,19 +144,25 @@ def read_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> dic
 
 
 def _check_fits(path: str | Path, model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Refuse another model's checkpoint before the first tensor is copied."""
+    """Refuse another model's checkpoint before the first tensor is copied. How a weight is stored (`_extra_state`), and
+    gains that older files lack, are for the layers themselves to read."""
     own = model.state_dict()
     for name in sorted(own.keys() ^ state.keys()):
-        raise CheckpointError(f"{path} is of another model: {name} is only in the {'model' if name in own else 'file'}")
-    for name, tensor in own.items():
-        mine, stored = (f"{t.dtype} {tuple(t.shape)}" for t in (tensor, state[name]))
-        if mine != stored:
+        if not (name in own and name.endswith(("_extra_state", "log_gain"))):
+            raise CheckpointError(f"{path} is of another model: {name} is only in the {'model' if name in own else 'file'}")
+    for name in own.keys() & state.keys():
+        mine, stored = (f"{t.dtype} {tuple(t.shape)}" for t in (own[name], state[name]))
+        if mine != stored and not name.endswith("_extra_state"):
             raise CheckpointError(f"{path} is of another model: {name} is {stored} in the file and {mine} in the model")
 
 
 def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None,
                     scheduler: Any = None) -> dict[str, Any]:
-    """Restore what `save_checkpoint` wrote, in place; returns `extra`. Nothing is changed if the file is damaged."""
+    """Restore what `save_checkpoint` wrote, in place; returns `extra`. Nothing is changed if the file is damaged.
+
+    With an optimizer torch's random generators are restored, too, so that training goes on as if it had never stopped.
+    Without one, as for an evaluation, they stay as they are.
+    """
     content = read_checkpoint(path)
     for key, target in (("optimizer", optimizer), ("scheduler", scheduler)):
         if target is not None and content[key] is None:
@@ -171,7 +171,7 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
     model.load_state_dict(content["model"])
     if optimizer is not None:
         optimizer.load_state_dict(content["optimizer"])
+        set_rng_state(content["rng"])
     if scheduler is not None:
         scheduler.load_state_dict(content["scheduler"])
-    set_rng_state(content["rng"])
     return content["extra"]

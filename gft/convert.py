@@ -1,9 +1,12 @@
 """quantize_ and dequantize_: a model's float layers onto the grid, in place, and back."""
 
+import re
+
 from torch import nn
 
-from gft.grid import check_bits
-from gft.layers import FilterFn, QuantConv2d, QuantLinear, _QuantLayer, quantized_layers, some_names
+from gft.errors import UsageError
+from gft.layers import FilterFn, QuantConv2d, QuantLayer, QuantLinear, number_layers, quantized_layers, some_names
+from gft.storage import check_bits
 
 # Exact types: a subclass may be used by its parent in ways of its own (nn.MultiheadAttention reads its out_proj's
 # weight without calling it).
@@ -23,25 +26,26 @@ def quantize_(model: nn.Module, bits: int = 4, filter_fn: FilterFn | None = None
     """
     check_bits(bits)
     if init not in ("keep", "paper", "variance"):
-        raise ValueError(f"init={init!r}: choose keep, paper or variance")
+        raise UsageError(f"init={init!r}: choose keep, paper or variance")
     if type(model) in CONVERTIBLE:
-        raise ValueError(f"the model is itself one {type(model).__name__} and cannot be replaced in place; use "
+        raise UsageError(f"the model is itself one {type(model).__name__} and cannot be replaced in place; use "
                          f"gft.{CONVERTIBLE[type(model)].__name__}.from_float(layer, bits={bits})")
     named = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if type(module) in CONVERTIBLE]
     chosen = [(name, module) for name, module in named if filter_fn is None or filter_fn(module, name)]
     if not chosen:
         found = some_names([name for name, _ in named]) or "none"
-        raise ValueError(f"no layer to quantize: filter_fn chose none of the model's nn.Linear and nn.Conv2d ({found}); "
+        raise UsageError(f"no layer to quantize: filter_fn chose none of the model's nn.Linear and nn.Conv2d ({found}); "
                          "widen it")
     _refuse_shared(model, chosen)
     if gain is None:
         gain = bias and init != "paper" and (bits == 2 or not has_norms(model))
-    fresh = {name: CONVERTIBLE[type(module)].from_float(module, bits, memory=memory, init=init, gain=gain)  # type: ignore[arg-type]
-             for name, module in chosen}
-    for name, layer in fresh.items():
+    layers = {name: CONVERTIBLE[type(module)].from_float(module, bits, memory=memory, init=init, gain=gain)  # type: ignore[arg-type]
+              for name, module in chosen}
+    for name, layer in layers.items():
         if not bias:
             layer.bias = None
         _replace(model, name, layer)
+    number_layers(quantized_layers(model).values())
     _leave_fused_paths(model)
     return model
 
@@ -49,16 +53,17 @@ def quantize_(model: nn.Module, bits: int = 4, filter_fn: FilterFn | None = None
 def dequantize_(model: nn.Module) -> nn.Module:
     """Replace every quantized layer by a float one with the same values, in place; returns the model."""
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, (QuantLinear, QuantConv2d))]
-    if not layers or isinstance(model, _QuantLayer):
-        raise ValueError("no quantized layer inside this model; for a single layer call its to_float()")
+    if not layers or isinstance(model, QuantLayer):
+        raise UsageError("no quantized layer inside this model; for a single layer call its to_float()")
     for name, layer in layers:
         _replace(model, name, layer.to_float())
     return model
 
 
 def has_norms(model: nn.Module) -> bool:
-    """Is there a layer that calls itself a norm, torch's own or another's (LayerNorm, BatchNorm2d, LlamaRMSNorm)?"""
-    return any("norm" in type(module).__name__.lower() for module in model.modules())
+    """Is there a normalisation layer, torch's own or another's (LayerNorm, BatchNorm2d, LlamaRMSNorm)? The word "norm" must
+    end or be followed by another word: Normalize prepares images."""
+    return any(re.search(r"[Nn]orm(?![a-z])", type(module).__name__) for module in model.modules())
 
 
 def _refuse_shared(model: nn.Module, chosen: list[tuple[str, nn.Module]]) -> None:
@@ -70,7 +75,7 @@ def _refuse_shared(model: nn.Module, chosen: list[tuple[str, nn.Module]]) -> Non
             other = users.setdefault(id(parameter), full)
             shared = other != full and any(full == f"{layer}.weight" or other == f"{layer}.weight" for layer, _ in chosen)
             if shared:
-                raise ValueError(f"{other} and {full} are one shared weight; leave its layers out with filter_fn, or "
+                raise UsageError(f"{other} and {full} are one shared weight; leave its layers out with filter_fn, or "
                                  "untie them first")
 
 

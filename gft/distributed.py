@@ -2,18 +2,18 @@
 
 Each rank casts votes on its part of the batch. Before any weight moves, four things are made the same on all ranks:
 
-    counts     tokens and voices, summed: all that a rule derives from them follows the whole batch    one small all_reduce
+    counts     tokens and samples, summed: all that a rule derives from them follows the whole batch   one small all_reduce
     votes      summed as integers, so the order of ranks does not matter                 an all_reduce per bucket of layers
-    squares    the mean squares behind the running scales: the mean over the ranks that spoke             one all_reduce
+    squares    the mean squares behind the running scales: the mean over the ranks that have votes        one all_reduce
     at first   weights and settings, which are only compared                                    one all_reduce of two numbers
 
-With directions="even" each rank evens out some of the layers, and another all_reduce hands them to all. Then every rank
-takes the same step by itself: same votes, same scales, same random numbers, same weights, bit for bit. With
-`sign` votes, a voice a token, that step is the one a single process takes with the whole batch. Other votes are rounded by
-noise of each rank's own (`Ballot.call`). A layer that a rank has not used gets zeros from it; one that no rank has used
+With orthogonalize=True each rank orthogonalizes some of the layers, and another all_reduce hands them to all. Then every
+rank takes the same step by itself: same votes, same scales, same random numbers, same weights, bit for bit. With
+`Sign(per="token")` that step is the one a single process takes with the whole batch. Other votes are rounded by noise of
+each rank's own (`VoteAccumulator.call`). A layer that a rank has not used gets zeros from it; one that no rank has used
 stays as it is.
 
-Collectives come in an order that follows from the counts, so no rank waits in vain for one that has less to say. Every rank
+Collectives come in an order that follows from the counts, so no rank waits in vain for one that has fewer votes. Every rank
 must take the same number of steps.
 """
 
@@ -25,15 +25,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gft.directions import even_out
-from gft.vote import Ballot
+from gft.errors import UsageError, UsageTypeError
+from gft.rules.orthogonalize import orthogonalized
+from gft.votes import VoteAccumulator
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 # Small layers are summed together, up to so many bytes; a layer as large goes by itself, in place: that bounds the scratch.
 BUCKET = 25 << 20
-SCALES = ("x_rms", "delta_rms")
+SCALES = ("x_rms", "grad_rms")
 
 
 class Ranks(NamedTuple):
@@ -52,11 +53,11 @@ def ranks_of(process_group: "ProcessGroup | bool | None") -> Ranks:
     if process_group is False or (process_group is None and not (dist.is_available() and dist.is_initialized())):
         return ALONE
     if process_group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("this process is not in the process_group it was given; make gft.GFT only in processes that are, "
+        raise UsageError("this process is not in the process_group it was given; make gft.GFT only in processes that are, "
                          "or pass process_group=False to train alone")
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
-        raise TypeError(f"process_group={process_group!r}: give a ProcessGroup, None for torch's default, or False to train "
-                        "alone")
+        raise UsageTypeError(f"process_group={process_group!r}: give a ProcessGroup, None for torch's default, or False to "
+                             "train alone")
     rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
     return Ranks(rank, world, process_group) if world > 1 else ALONE
 
@@ -102,14 +103,14 @@ def sum_over(ranks: Ranks, tensors: Iterable[Tensor]) -> None:
 # ---------------------------------------------------------------------------------------------------- before the first step
 
 
-def fingerprint(weights: Iterable[Any], settings: Iterable[Mapping[str, Any]]) -> int:
+def fingerprint(layers: Iterable[Any], settings: Iterable[Mapping[str, Any]]) -> int:
     """A number that differs where weights, their scales or a group's settings do."""
-    told: list[Any] = [sorted((key, float(value) if isinstance(value, Tensor) else value) for key, value in group.items())
-                       for group in settings]
-    for weight in weights:
-        columns = weight.detach().sum(0, dtype=torch.int64).cpu().numpy().tobytes()
-        told.append((tuple(weight.shape), str(weight.dtype), weight.grid.bits, weight.read_scale(), zlib.crc32(columns)))
-    return zlib.crc32(repr(told).encode())
+    parts: list[Any] = [sorted((key, float(value) if isinstance(value, Tensor) else value) for key, value in group.items())
+                        for group in settings]
+    for layer in layers:
+        columns = layer.weight.detach().sum(0, dtype=torch.int64).cpu().numpy().tobytes()
+        parts.append((tuple(layer.weight.shape), layer.storage, layer.scale_number(), zlib.crc32(columns)))
+    return zlib.crc32(repr(parts).encode())
 
 
 def check_alike(ranks: Ranks, number: int, device: torch.device) -> None:
@@ -117,7 +118,7 @@ def check_alike(ranks: Ranks, number: int, device: torch.device) -> None:
     bounds = torch.tensor([number, -number], device=device)
     dist.all_reduce(bounds, dist.ReduceOp.MAX, group=ranks.group)
     if bounds.sum().item() != 0:
-        raise ValueError("the ranks start from different integer weights or settings; wrap the model in "
+        raise UsageError("the ranks start from different integer weights or settings; wrap the model in "
                          "DistributedDataParallel or build it from one seed, give gft.GFT the same settings everywhere, and "
                          "load a checkpoint on every rank")
 
@@ -126,87 +127,87 @@ def check_alike(ranks: Ranks, number: int, device: torch.device) -> None:
 
 
 class Counts(NamedTuple):
-    """What one ballot has heard since the last step; summed over ranks, what all of them have. `features` is how a rank
-    that has never used a layer learns the length of its scales."""
+    """What one accumulator has counted since the last step; summed over ranks, what all of them have. `features` is how a
+    rank that has never used a layer learns the length of its scales."""
 
     tokens: int
-    voices: int
-    speakers: int  # ranks with votes
-    x_speakers: int  # ranks with mean squares
+    samples: int
+    ranks_with_votes: int
+    ranks_with_x: int  # with mean squares of x
     x_features: int  # their lengths added up
-    delta_speakers: int
-    delta_features: int
+    ranks_with_grad: int
+    grad_features: int
 
-    def speakers_of(self, which: str) -> int:
-        return self.x_speakers if which == "x_rms" else self.delta_speakers
+    def ranks_with(self, which: str) -> int:
+        return self.ranks_with_x if which == "x_rms" else self.ranks_with_grad
 
     def features_of(self, which: str) -> int:
         """The length of one rank's mean squares."""
-        return (self.x_features if which == "x_rms" else self.delta_features) // self.speakers_of(which)
+        return (self.x_features if which == "x_rms" else self.grad_features) // self.ranks_with(which)
 
 
-def counts_of(ballot: Ballot) -> Counts:
+def counts_of(votes: VoteAccumulator) -> Counts:
     """Of this rank alone."""
-    lengths = [len(ballot.squares[which]) if which in ballot.squares else 0 for which in SCALES]
-    x, delta = ((int(which in ballot.squares), length) for which, length in zip(SCALES, lengths, strict=True))
-    return Counts(ballot.tokens, ballot.voices, int(ballot.votes is not None), *x, *delta)
+    lengths = [len(votes.mean_squares[which]) if which in votes.mean_squares else 0 for which in SCALES]
+    x, grad = ((int(which in votes.mean_squares), length) for which, length in zip(SCALES, lengths, strict=True))
+    return Counts(votes.tokens, votes.samples, int(votes.votes is not None), *x, *grad)
 
 
-def unite(weights: Sequence[Any],
-          settled: Sequence[Container[str]],  # which of each weight's running scales are the same on all ranks already
-          ranks: Ranks) -> None:
-    """Make the ballots of all weights the same on all ranks. On a GPU the host waits for the counts: they decide which
-    layers have votes anywhere, and of which type."""
-    own = torch.tensor([counts_of(weight.ballot) for weight in weights], dtype=torch.int64, device=weights[0].device)
+def all_reduce_votes(layers: Sequence[Any],
+                     settled: Sequence[Container[str]],  # which of each layer's running scales are the same on all ranks
+                     ranks: Ranks) -> None:
+    """Make the votes and scales of all layers the same on all ranks. On a GPU the host waits for the counts: they decide
+    which layers have votes anywhere, and of which type."""
+    own = torch.tensor([counts_of(layer.votes) for layer in layers], dtype=torch.int64, device=layers[0].weight.device)
     sum_over(ranks, [own])
     counts = [Counts(*row) for row in own.tolist()]
-    _sum_votes(weights, counts, ranks)
-    _average_squares(weights, settled, counts, ranks)
+    _sum_votes(layers, counts, ranks)
+    _average_squares(layers, settled, counts, ranks)
 
 
-def _sum_votes(weights: Sequence[Any], counts: Sequence[Counts], ranks: Ranks) -> None:
-    speaking = []
-    for weight, all_ranks in zip(weights, counts, strict=True):
-        ballot: Ballot = weight.ballot
-        ballot.tokens, ballot.voices = all_ranks.tokens, all_ranks.voices
-        if all_ranks.speakers:
-            dtype = torch.int64 if ballot.wide else torch.int32
-            if ballot.votes is None:
-                ballot.votes = torch.zeros(weight.grid.rows, weight.grid.columns, dtype=dtype, device=weight.device)
-            ballot.votes = ballot.votes.to(dtype).contiguous()
-            speaking.append(ballot.votes)
-    sum_over(ranks, speaking)
+def _sum_votes(layers: Sequence[Any], counts: Sequence[Counts], ranks: Ranks) -> None:
+    with_votes = []
+    for layer, all_ranks in zip(layers, counts, strict=True):
+        votes: VoteAccumulator = layer.votes
+        votes.tokens, votes.samples = all_ranks.tokens, all_ranks.samples
+        if all_ranks.ranks_with_votes:
+            dtype = torch.int64 if votes.wide else torch.int32
+            if votes.votes is None:
+                votes.votes = torch.zeros(layer.rows, layer.columns, dtype=dtype, device=layer.weight.device)
+            votes.votes = votes.votes.to(dtype).contiguous()
+            with_votes.append(votes.votes)
+    sum_over(ranks, with_votes)
 
 
-def _average_squares(weights: Sequence[Any], settled: Sequence[Container[str]], counts: Sequence[Counts],
+def _average_squares(layers: Sequence[Any], settled: Sequence[Container[str]], counts: Sequence[Counts],
                      ranks: Ranks) -> None:
-    """The mean over the ranks that spoke, each counted alike, however many tokens it had. A scale that is not settled, as in
-    the first step, was this rank's own until now, and starts anew from that mean."""
-    speaking = []
-    for weight, known, all_ranks in zip(weights, settled, counts, strict=True):
-        ballot: Ballot = weight.ballot
+    """The mean over the ranks that have votes, each counted alike, however many tokens it had. A scale that is not settled,
+    as in the first step, was this rank's own until now, and starts anew from that mean."""
+    averaged = []
+    for layer, known, all_ranks in zip(layers, settled, counts, strict=True):
+        votes: VoteAccumulator = layer.votes
         for which in SCALES:
-            if all_ranks.speakers_of(which):
+            if all_ranks.ranks_with(which):
                 # A new tensor also of one batch: its own may be kept by a graph that is to be used again.
-                square = ballot.squares[which] / ballot.batches if which in ballot.squares else torch.zeros(
-                    all_ranks.features_of(which), device=weight.device)
-                speaking.append((ballot, which, square, all_ranks.speakers_of(which), which in known))
+                square = votes.mean_squares[which] / votes.backwards if which in votes.mean_squares else torch.zeros(
+                    all_ranks.features_of(which), device=layer.weight.device)
+                averaged.append((votes, which, square, all_ranks.ranks_with(which), which in known))
             elif which not in known:
-                ballot.set_scale(which, None)  # of a batch that was discarded
-    sum_over(ranks, [square for _, _, square, _, _ in speaking])
-    for ballot, which, square, speakers, is_known in speaking:
-        ballot.squares[which], ballot.batches = square / speakers, 1
+                votes.set_scale(which, None)  # of a batch that was discarded
+    sum_over(ranks, [square for _, _, square, _, _ in averaged])
+    for votes, which, square, count, is_known in averaged:
+        votes.mean_squares[which], votes.backwards = square / count, 1
         if not is_known:
-            ballot.set_scale(which, ballot.squares[which].sqrt())
+            votes.set_scale(which, votes.mean_squares[which].sqrt())
 
 
-def even_out_over(ranks: Ranks,
-                  votes: Sequence[Tensor]) -> list[Tensor]:  # the same on all ranks
-    """directions.even_out, each rank's share of the layers by itself. The sum with the others' zeros hands them to all: the
+def orthogonalized_over(ranks: Ranks,
+                        votes: Sequence[Tensor]) -> list[Tensor]:  # the same on all ranks
+    """rules.orthogonalize, each rank's share of the layers by itself. The sum with the others' zeros hands them to all: the
     work is divided, and products of floats, which another processor may round otherwise, are the same everywhere."""
     if ranks.world == 1:
-        return even_out(votes)
-    evened = [torch.zeros(one.shape, dtype=torch.int32, device=one.device) for one in votes]
-    evened[ranks.rank :: ranks.world] = even_out(votes[ranks.rank :: ranks.world])
-    sum_over(ranks, evened)
-    return evened
+        return orthogonalized(votes)
+    results = [torch.zeros(one.shape, dtype=torch.int32, device=one.device) for one in votes]
+    results[ranks.rank :: ranks.world] = orthogonalized(votes[ranks.rank :: ranks.world])
+    sum_over(ranks, results)
+    return results

@@ -9,8 +9,12 @@ same on the CPU, on a GPU and in Triton, whatever was drawn before it, and torch
 16 bits are enough to choose between two neighbouring levels: chances are resolved to 1/65536.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+from gft.errors import UsageError
 
 ROUNDS = 10
 MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
@@ -20,6 +24,26 @@ PER_COUNTER = 8
 
 # On the CPU some hundred elementwise passes are only cheap while their operands stay in the cache.
 CPU_COUNTERS_AT_ONCE = 1 << 16
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class NoiseKey:
+    """Which random numbers: with the element's index, all that a number depends on.
+
+    step: a number or, on a GPU, one in its memory (int64), which a captured CUDA graph can count up.
+    stream: which layer, and what for (votes.py). call: which use of the layer in this step, and on which rank.
+    """
+
+    seed: int
+    step: int | Tensor
+    stream: int
+    call: int = 0
+
+    def __post_init__(self) -> None:
+        known = 0 if isinstance(self.step, Tensor) else self.step  # to look would make the host wait
+        if not (0 <= self.seed < 2**64 and 0 <= known < 2**32 and 0 <= self.stream < 2**32 and 0 <= self.call < 2**32):
+            raise UsageError(f"seed={self.seed}, step={self.step}, stream={self.stream}, call={self.call}: seed takes 64 "
+                             "bits, the rest 32")
 
 
 def philox(counter: tuple[Tensor, Tensor | int, Tensor, Tensor | int],
@@ -41,40 +65,28 @@ def philox(counter: tuple[Tensor, Tensor | int, Tensor, Tensor | int],
     return c0, c1 & LOW, c2, c3 & LOW
 
 
-def _noise_of_counters(first: int, count: int, call: int, step: int | Tensor, stream: int, key: tuple[int, int],
-                       device: torch.device) -> Tensor:
+def _noise_of_counters(first: int, count: int, key: NoiseKey, device: torch.device) -> Tensor:
     c0 = torch.arange(first, first + count, dtype=torch.int64, device=device)
     # c2 takes part in a product, so it must be a tensor: Python integers would not wrap.
-    c2 = torch.zeros_like(c0) + step
-    w0, w1, w2, w3 = philox((c0, call, c2, stream), key)
+    c2 = torch.zeros_like(c0) + key.step
+    w0, w1, w2, w3 = philox((c0, key.call, c2, key.stream), (key.seed & LOW, key.seed >> 32))
     # Two words side by side in an int64 are four 16-bit numbers in the order we want them (on a little-endian machine).
     pairs = torch.stack((w0.bitwise_or_(w1 << 32), w2.bitwise_or_(w3 << 32)), dim=1)
     return pairs.view(torch.int16).to(torch.int32).bitwise_and_(0xFFFF).view(-1)
 
 
 def noise16(count: int,  # how many numbers
-            *,
-            seed: int,
-            step: int | Tensor,  # a number, or one on the device (int64)
-            stream: int,  # which layer, and what for
-            call: int = 0,  # which micro-batch, and of which rank
+            key: NoiseKey,
             offset: int = 0,  # element the first number belongs to
             device: torch.device | str = "cpu") -> Tensor:  # (count,) int32 in 0..65535
     """The 16-bit numbers of elements offset .. offset+count-1."""
-    known = 0 if isinstance(step, Tensor) else step  # to look would make the host wait
-    if not (0 <= seed < 2**64 and 0 <= known < 2**32 and 0 <= stream < 2**32 and 0 <= call < 2**32):
-        raise ValueError(f"seed={seed}, step={step}, stream={stream}, call={call}: seed takes 64 bits, the rest 32")
     device = torch.device(device)
     first = offset // PER_COUNTER
     last = -(-(offset + count) // PER_COUNTER)
     if last > 2**32:
-        raise ValueError(f"{offset + count} elements in one tensor: noise16 counts to 2^35")
-    key = (seed & LOW, seed >> 32)
+        raise UsageError(f"{offset + count} elements in one tensor: random numbers are counted up to 2^35; split the tensor")
     at_once = CPU_COUNTERS_AT_ONCE if device.type == "cpu" else last - first or 1
-    pieces = [
-        _noise_of_counters(start, min(at_once, last - start), call, step, stream, key, device)
-        for start in range(first, last, at_once)
-    ]
+    pieces = [_noise_of_counters(start, min(at_once, last - start), key, device) for start in range(first, last, at_once)]
     if not pieces:
         return torch.empty(0, dtype=torch.int32, device=device)
     numbers = pieces[0] if len(pieces) == 1 else torch.cat(pieces)

@@ -1,7 +1,8 @@
 """The method in the paper's symbols, as slow and plain as it can be written: the oracle of the tests.
 
 Everything here works on nested Python lists and integers, one weight at a time, and shares no code with the fast
-versions in grid.py, vote.py, step.py and philox.py. W is written (out, in) as torch does; the paper writes (in, out).
+versions in storage.py, votes.py, rules/, ops/ and philox.py. W is written (out, in) as torch does; the paper writes
+(in, out).
 """
 
 from fractions import Fraction
@@ -134,7 +135,7 @@ def mean_squares(beta: Matrix) -> list[float]:
     return [*row, *column, sum(row) / rows]
 
 
-def evened(beta: Matrix) -> Floats:
+def orthogonalized(beta: Matrix) -> Floats:
     """beta / |beta| + O / |O|, where O is beta with all its singular values near 1 (Muon's five rounds)."""
     x = of_length_one(beta)
     orthogonal = x
@@ -172,26 +173,30 @@ def running_mean_squares(betas: list[Matrix]) -> list[float]:
     return mixed
 
 
-def rounding_moves(beta: Matrix, lr: float, squares: list[float] | None = None, own_size: bool = False) -> Floats:
+def rounding_moves(beta: Matrix, lr: float, squares: list[float] | None = None, rescale_step: bool = False) -> Floats:
     """lr · u in float64, with u = beta / sqrt(R · C / M) clipped to ±4. `squares`: R, C and M; beta's own if not given. With
-    `own_size` u is also multiplied by sqrt(M / beta's own M), so that loud steps move no further."""
+    `rescale_step` u is also multiplied by sqrt(M / beta's own M), so that steps with large votes move no further."""
     rows = len(beta)
     squares = mean_squares(beta) if squares is None else squares
     row, column, mean = squares[:rows], squares[rows:-1], squares[-1]
-    quieter = sqrt(mean / mean_squares(beta)[-1]) if own_size else 1.0
+    factor = sqrt(mean / mean_squares(beta)[-1]) if rescale_step else 1.0
     u = [[b / sqrt(row[o] * column[i] / mean) if b else 0.0 for i, b in enumerate(line)] for o, line in enumerate(beta)]
-    return [[lr * max(-4.0, min(4.0, a * quieter)) for a in line] for line in u]
+    return [[lr * max(-4.0, min(4.0, a * factor)) for a in line] for line in u]
 
 
-def rounding(values: Matrix, beta: Matrix, noise: Matrix, *, lr: float, memory_bits: int, largest: int,
-             follow: int = 256, quorum: float = 0.0, spare_bits: int = 0) -> Matrix:
-    """w <- clip(stochastic_round(w - lr · heard(u)), -I, I). With memory and levels that wait (follow below 256),
-    `remembered` says what becomes of a stored value; without waiting it is w in 1/2^memory_bits of a level. With spare
-    bits w is counted in 1/2^spare_bits of a level and may be anything that rounds to one. `lr` here is what a u of 1 is
-    worth where all is heard."""
+def rounding(values: Matrix, beta: Matrix, noise: Matrix, *, lr: float, bits: int, memory: bool, follow: int = 256,
+             threshold: float = 0.0) -> Matrix:
+    """Stored values after a step: w <- clip(stochastic_round(w - lr · soft_threshold(u)), -I, I).
+
+    With memory and levels that wait (follow below 256), `remembered` says what becomes of a stored value; without waiting
+    it is w in 1/2^(memory bits) of a level. With spare bits w is counted in 1/2^(spare bits) of a level and may be anything
+    that rounds to one. `lr` here is the move at u = 1 where the threshold is 0; `threshold` is in rms.
+    """
+    largest, width = 2 ** (bits - 1) - 1, 2 if bits == 2 else 4 if bits <= 4 else 8
+    memory_bits, spare_bits = (8 - bits if memory and bits <= 6 else 0), (0 if memory else width - bits)
     waits = memory_bits > 0 and follow < 256
     resolution = 2 ** (memory_bits - 1) if waits else 2 ** (memory_bits + spare_bits)
-    moves = [[stochastic_round(Fraction(int(heard(move, lr * quorum) * resolution * 2**16), 2**16), n)
+    moves = [[stochastic_round(Fraction(int(soft_threshold(move, lr * threshold) * resolution * 2**16), 2**16), n)
               for move, n in zip(*lines, strict=True)] for lines in zip(rounding_moves(beta, lr), noise, strict=True)]
     if not waits:
         edge = largest * 2**memory_bits
@@ -208,9 +213,9 @@ def values_of_levels(largest: int, spare_bits: int) -> tuple[int, int]:
     return some[0], some[-1]
 
 
-def heard(move: float, unheard: float) -> float:
-    """What of a move is beyond the quorum."""
-    return sign(move) * max(abs(move) - unheard, 0.0)
+def soft_threshold(move: float, threshold: float) -> float:
+    """What of a move exceeds the threshold."""
+    return sign(move) * max(abs(move) - threshold, 0.0)
 
 
 def remembered(value: int, move: int, follows: bool, memory_bits: int, largest: int) -> int:

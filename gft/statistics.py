@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from gft.grid import largest_level
+from gft.hybrid import Hybrid
 from gft.layers import quantized_layers
-from gft.optimizer import GFT, Hybrid
+from gft.optim import GFT
 
 
 def statistics(model: nn.Module, optimizer: GFT | Hybrid | None = None) -> dict[str, dict[str, Any]]:
@@ -24,15 +24,14 @@ def statistics(model: nn.Module, optimizer: GFT | Hybrid | None = None) -> dict[
     states = {weight: state for part in parts if isinstance(part, GFT) for weight, state in part.state.items()}
     report: dict[str, dict[str, Any]] = {}
     for name, layer in quantized_layers(model).items():
-        largest = largest_level(layer.bits)
-        count = max(layer.grid.rows * layer.grid.columns, 1)
+        largest = layer.storage.largest
+        count = max(layer.rows * layer.columns, 1)
         codes = layer.levels().reshape(-1).to(torch.int64) + largest
         shares = (torch.bincount(codes, minlength=2 * largest + 1) / count).tolist()
         row: dict[str, Any] = {"histogram": shares, "zeros": shares[largest], "edges": shares[0] + shares[-1]}
-        ballot = layer.ballot
-        if ballot is not None and ballot.votes is not None and ballot.tokens:
-            most = ballot.voices * ballot.code.largest**2
-            row["margin"] = float(ballot.votes.abs().double().mean()) / most
+        votes = layer.votes
+        if votes is not None and votes.votes is not None and votes.tokens:
+            row["margin"] = float(votes.votes.abs().double().mean()) / (votes.samples * votes.vote.largest**2)
         if "last_flips" in states.get(layer.weight, {}):
             row["flip_rate"] = int(states[layer.weight]["last_flips"]) / count
         report[name] = row

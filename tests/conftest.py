@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 import hypothesis
 import pytest
 import torch
+from tiny_network import TinyNet
 from torch import nn
 
 # Before gft, and with it torch's compiler, imports Triton: without a GPU its kernels run through the interpreter.
@@ -17,6 +18,7 @@ os.environ["COLUMNS"] = "80"
 os.environ.pop("FORCE_COLOR", None)
 
 import gft
+from gft.errors import UsageError
 
 torch.set_num_threads(1)
 
@@ -37,16 +39,25 @@ def _fixed_seed() -> None:
     torch.manual_seed(20)
 
 
+@pytest.fixture(autouse=True)
+def _same_library_of_products() -> Iterator[None]:
+    """A bfloat16 product on a CPU without bfloat16 makes torch leave oneDNN for good, also for float32, whose last bits then
+    differ from another process'."""
+    enabled = torch._C._get_mkldnn_enabled()
+    yield
+    torch._C._set_mkldnn_enabled(enabled)
+
+
 @pytest.fixture
 def refuses() -> Callable[[type[Exception], str], AbstractContextManager[None]]:
-    """`with refuses(ValueError, "bits=1"):` the block raises exactly that kind of error, in one sentence."""
+    """`with refuses(ValueError, "bits=1"):` the block raises that kind of error, in one sentence."""
 
     @contextmanager
     def check(kind: type[Exception], match: str) -> Iterator[None]:
         with pytest.raises(kind, match=match) as caught:
             yield
         message = str(caught.value)
-        assert caught.type is kind
+        assert issubclass(caught.type, UsageError) or caught.type is kind
         assert "\n" not in message
         assert ". " not in message
         assert len(message) < 400
@@ -65,21 +76,6 @@ def rng_untouched() -> Callable[[], AbstractContextManager[None]]:
         assert torch.equal(torch.get_rng_state(), before)
 
     return check
-
-
-class TinyNet(nn.Module):
-    """A float layer, two layers to quantize (named .mlp.), dropout, and a float head."""
-
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.embed = nn.Linear(6, 24)
-        self.block = nn.ModuleDict({"mlp": nn.Sequential(nn.Linear(24, 33), nn.Tanh(), nn.Linear(33, 24, bias=False))})
-        self.dropout = nn.Dropout(dropout)
-        self.head = nn.Linear(24, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = torch.tanh(self.embed(x))
-        return self.head(self.dropout(h + self.block["mlp"](h)))
 
 
 @pytest.fixture

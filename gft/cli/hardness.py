@@ -1,42 +1,27 @@
 """gft hardness: the NP-hardness theorem at work. solve | reduce | restore | agree | study.
 
-`solve` speaks as SAT solvers do: comments on lines "c", the verdict on a line "s", the assignment on lines "v", and exit
-code 10 for satisfiable, 20 for unsatisfiable, 0 for unknown. Bad input is one sentence on stderr and exit code 2.
+`solve` ends as SAT solvers do: exit code 10 for satisfiable, 20 for unsatisfiable, 0 for unknown. Bad input is one sentence
+on stderr and exit code 2.
 """
 
-import platform
 import re
-import shlex
-from collections.abc import Iterator
-from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import typer
 from rich.progress import Progress
 
-from gft.hardness import agreement
-from gft.hardness import study as studies
-from gft.hardness.cnf import read_dimacs, write_dimacs
-from gft.hardness.files import write_whole
-from gft.hardness.reduction import (
-    Separability,
-    assignment_of,
-    formula_of,
-    levels_up_to,
-    load_problem,
-    reduce_formula,
-    save_problem,
-    weight_set,
-)
-from gft.hardness.solvers import Answer, solve_both, solve_formula, solve_separability
-from gft.lab.runs import commit
+from gft.errors import UsageError
+from gft.files import make_folder
+from gft.lab.hardness import agreement
+from gft.lab.hardness import study as studies
+from gft.lab.hardness.cnf import read_dimacs, write_dimacs
+from gft.lab.hardness.reduction import formula_of, load_problem, reduce_formula, save_problem
+from gft.lab.hardness.verdict import check_way, decide, shape
+from gft.lab.provenance import command_line
 
 app = typer.Typer(no_args_is_help=True, help="The NP-hardness theorem at work: formulas as separability problems, and back.")
 
-WAYS = ("both", "sat", "separability")
 DEFAULTS = studies.Settings()
 Cnf = Annotated[Path, typer.Argument(metavar="FILE.cnf", help="A formula in DIMACS format.")]
 Largest = Annotated[int | None, typer.Option(min=1, metavar="I", help="Weights in -I..I; the paper's ±1 if not given.")]
@@ -49,57 +34,12 @@ def solve(file: Cnf,
           largest: Largest = None,
           time_limit: Annotated[float, typer.Option(min=0.001, help="Seconds, for CP-SAT.")] = 60.0) -> None:
     """Decide a formula, directly and by way of its data set. Exit code 10: satisfiable, 20: not, 0: unknown."""
-    if via not in WAYS:
-        raise ValueError(f"--via {via}: choose one of {', '.join(WAYS)}")
+    check_way(via)
     formula = read_dimacs(file)
     print(f"c {file}: {formula.variables} variables, {len(formula.clauses)} clauses")
-    if via == "sat":
-        verdict = solve_formula(formula)
-        print(formula_side(verdict))
-    elif via == "separability":
-        problem = reduce_formula(formula, largest)
-        answer = solve_separability(problem, time_limit)
-        print(data_side(problem, answer))
-        found = None if answer.found is None else assignment_of(answer.found, problem)
-        verdict = Answer(found, answer.complete, answer.seconds)
-    else:
-        both = solve_both(formula, largest, time_limit)
-        verdict = both.directly
-        print(formula_side(verdict), data_side(both.problem, both.by_way_of_data), sep="\n")
-        print("c both agree" if both.by_way_of_data.complete else "c CP-SAT ran out of time; the verdict is CaDiCaL's alone")
-    if verdict.found is None:
-        print("s UNSATISFIABLE" if verdict.complete else "s UNKNOWN")
-        raise typer.Exit(20 if verdict.complete else 0)
-    assert formula.holds(verdict.found)
-    print("s SATISFIABLE", *value_lines(verdict.found), sep="\n")
-    raise typer.Exit(10)
-
-
-def formula_side(answer: Answer) -> str:
-    return f"c formula: {judged(answer, 'satisfiable')} (CaDiCaL, {answer.seconds:.3f} s)"
-
-
-def data_side(problem: Separability, answer: Answer) -> str:
-    return f"c data set: {shape(problem)}: {judged(answer, 'separable')} (CP-SAT, {answer.seconds:.3f} s)"
-
-
-def judged(answer: Answer, word: str) -> str:
-    return {True: word, False: f"not {word}", None: "unknown"}[answer.possible]
-
-
-def shape(problem: Separability) -> str:
-    return f"{problem.points} points in {problem.columns} dimensions, weights {weight_set(problem.levels)}"
-
-
-def value_lines(assignment: np.ndarray, width: int = 78) -> Iterator[str]:
-    """v 1 -2 3 ... 0, broken into lines as the SAT competitions ask."""
-    line = "v"
-    for word in [*(str(j if true else -j) for j, true in enumerate(assignment, 1)), "0"]:
-        if len(line) + 1 + len(word) > width:
-            yield line
-            line = "v"
-        line += f" {word}"
-    yield line
+    verdict = decide(formula, via, largest, time_limit)
+    print(*verdict.lines(), sep="\n")
+    raise typer.Exit(verdict.exit_code)
 
 
 @app.command()
@@ -132,17 +72,14 @@ def agree(instances: Annotated[int, typer.Option(min=1, help="Random formulas fo
     weight_sets = [number or None for number in whole_numbers("--largests", largests, least=0)]
     numbers = whole_numbers("--sizes", sizes, least=3)
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)  # rather now than after minutes of work
+        make_folder(out)  # rather now than after minutes of work
     counts = []
     for count in agreement.check_agreement(instances, numbers, weight_sets, seed):
         counts.append(count)
-        print(f"weights {weight_set(levels_up_to(count.largest))}, {count.variables} variables: {count.instances} formulas, "
-              f"of which {count.satisfiable} satisfiable and separable; all agree ({count.seconds:.1f} s)", flush=True)
+        print(count.sentence(), flush=True)
     if out is not None:
-        asked = command("agree", instances=instances, sizes=sizes, largests=largests, seed=seed, out=out)
-        about = {"command": asked, **surroundings()}
-        studies.write_json(out / "agreement.json", {**about, "counts": [asdict(count) for count in counts]})
-        write_whole(out / "agreement.md", agreement.markdown(counts, about).encode())
+        asked = command_line("gft hardness agree", instances=instances, sizes=sizes, largests=largests, seed=seed, out=out)
+        agreement.write_report(out, counts, {"command": asked, **studies.surroundings()})
         print(f"Written: {out}/agreement.json, agreement.md")
 
 
@@ -158,9 +95,9 @@ def study(sizes: Annotated[str, typer.Option(help="Numbers of variables.")] = ",
     """Give solvable problems of growing size to exact solvers and heuristics; a stopped study goes on where it was."""
     settings = studies.Settings(tuple(whole_numbers("--sizes", sizes, least=3)), words(families), words(solvers), instances,
                                 seconds, seed, largest)
-    asked = command("study", sizes=sizes, families=families, solvers=solvers, instances=instances, seconds=seconds,
-                    seed=seed, largest=largest, out=out)
-    records = studies.run_study(settings, out, {"command": asked, **surroundings()})
+    asked = command_line("gft hardness study", sizes=sizes, families=families, solvers=solvers, instances=instances,
+                         seconds=seconds, seed=seed, largest=largest, out=out)
+    records = studies.run_study(settings, out, {"command": asked, **studies.surroundings()})
     with Progress() as progress:
         bar = progress.add_task("", total=settings.count())
         for record in records:
@@ -169,31 +106,13 @@ def study(sizes: Annotated[str, typer.Option(help="Numbers of variables.")] = ",
     print(f"Written: {out}/study.md, study.json, runs.jsonl, study.png, study.svg")
 
 
-# ---------------------------------------------------------------------------------------------------- shared
-
-
 def words(text: str) -> tuple[str, ...]:
+    """"a, b" -> the words between the commas."""
     return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
 def whole_numbers(option: str, text: str, least: int, most: int = 10_000) -> list[int]:
     numbers = words(text)
     if not numbers or not all(re.fullmatch("[0-9]{1,5}", word) and least <= int(word) <= most for word in numbers):
-        raise ValueError(f"{option} {text!r}: give whole numbers from {least} to {most}, separated by commas")
+        raise UsageError(f"{option} {text!r}: give whole numbers from {least} to {most}, separated by commas")
     return [int(word) for word in numbers]
-
-
-def command(name: str, **options: object) -> str:
-    given = {key: shlex.quote(str(value)) for key, value in options.items() if value is not None}
-    return " ".join(["gft hardness", name, *(f"--{key} {value}" for key, value in given.items())])
-
-
-def surroundings() -> dict[str, str]:
-    """Commit, hardware and versions: what a number needs beside it."""
-    told = {"commit": commit(), "hardware": f"CPU ({platform.machine()}), 1 thread"}
-    for package in ("torch", "numpy", "ortools", "python-sat"):
-        try:
-            told[package] = version(package)
-        except PackageNotFoundError:
-            told[package] = "not installed"
-    return told

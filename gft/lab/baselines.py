@@ -26,9 +26,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import gft
-from gft.grid import largest_level, levels_of, scale_of
+from gft.errors import UsageError
+from gft.initialize import levels_of, scale_of
+from gft.lab.inside import votes_of, weights_of
 from gft.layers import quantized_layers
-from gft.philox import noise16
+from gft.philox import NoiseKey, noise16
+from gft.storage import largest_level
 
 METHODS = ("ste", "signsgd", "bop", "dqt")
 VOTERS = 8  # of a batch, for signsgd
@@ -59,14 +62,15 @@ def sign_votes(x: Tensor,  # (n, in)
 def majority_moves(votes: Tensor,  # (out, in)
                    chance: float,
                    noise: Tensor) -> Tensor:  # numbers 0..65535 -> (out, in)
-    """The sign of the majority, with a chance; a tie stays. A sign has no size, so the chance is all there is of a rate."""
+    """How levels move in signSGD: by the sign of the majority, with a chance; a tie stays. A sign has no size, so the chance
+    is all there is of a learning rate."""
     return torch.where(noise.view_as(votes) < chance * 65536, votes.sign(), 0)
 
 
 def momentum_moves(average: Tensor,  # (out, in) float: m
                    threshold: float) -> Tensor:  # (out, in)
-    """sign(m) where |m| is beyond so many rms of the layer's m. Relative, so that one threshold serves every layer;
-    Helwegen et al. have an absolute one."""
+    """How levels move in Bop: by sign(m) where |m| exceeds `threshold` rms of the layer's m. Relative, so that one threshold
+    serves every layer; Helwegen et al. have an absolute one."""
     return torch.where(average.abs() > threshold * average.square().mean().sqrt(), average.sign(), 0)
 
 
@@ -79,7 +83,7 @@ def adam_direction(gradient: Tensor, first: Tensor, second: Tensor, step: int, b
 
 
 def stochastic_round(values: Tensor, noise: Tensor) -> Tensor:
-    """Up or down to an integer, each with the chance that makes the mean right, to 1/65536."""
+    """Round up or down to an integer, with the probabilities that make the expectation right, to 1/65536."""
     # First to the resolution of the noise, where 0 is as far from up as from down: later moves are tiny.
     fixed = (values * 65536).round().to(torch.int32)
     return (fixed + noise.view_as(fixed)) >> 16
@@ -114,7 +118,7 @@ class LatentLinear(GridLinear):
     def __init__(self, linear: nn.Linear, bits: int) -> None:
         super().__init__(linear, bits)
         edge = largest_level(bits) * self.scale
-        # A weight beyond the grid would hear no gradient, ever. At its edge it has the same level and hears one.
+        # A weight beyond the grid would never get a gradient. At its edge it has the same level and gets one.
         self.weight = nn.Parameter(linear.weight.detach().clamp(-edge, edge))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -167,8 +171,8 @@ class LevelLinear(GridLinear):
         return _LevelProduct.apply(x, self._anchor, self)  # type: ignore[no-any-return]
 
     def gather(self, x: Tensor, delta: Tensor) -> None:
-        fresh = sign_votes(x, delta, self.voters) if self.voters else (delta.t() @ x).float()
-        self.gradient = fresh if self.gradient is None else self.gradient + fresh
+        new = sign_votes(x, delta, self.voters) if self.voters else (delta.t() @ x).float()
+        self.gradient = new if self.gradient is None else self.gradient + new
 
     def float_weight(self, dtype: torch.dtype) -> Tensor:
         return self.weight.to(dtype) * self.scale.to(dtype)
@@ -182,7 +186,7 @@ def put_on_grid_(model: nn.Module, bits: int, filter_fn: Callable[[nn.Module, st
     linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     chosen = {name: linear for name, linear in linears.items() if filter_fn(linear, name)}
     if not chosen:
-        raise ValueError(f"no layer to quantize for method={method}: this model has no nn.Linear of that kind")
+        raise UsageError(f"no layer to quantize for method={method}: this model has no nn.Linear of that kind")
     for name, linear in chosen.items():
         layer = LatentLinear(linear, bits) if method == "ste" else LevelLinear(linear, bits, VOTERS * (method == "signsgd"))
         parent, _, child = name.rpartition(".")
@@ -208,7 +212,7 @@ class LevelOptimizer(Optimizer):
 
     def __init__(self, layers: Iterable[LevelLinear], lr: float, seed: int = 0, **settings: Any) -> None:
         if not 0 <= lr <= 1:
-            raise ValueError(f"lr={lr}: give a number from 0 to 1")
+            raise UsageError(f"lr={lr}: give a number from 0 to 1")
         self.layers = list(layers)
         super().__init__([layer.weight for layer in self.layers], {"lr": lr, "seed": seed, "step": 0, **settings})
 
@@ -230,7 +234,7 @@ class LevelOptimizer(Optimizer):
             weight, state = layer.weight, self.state[layer.weight]
 
             def noise(weight: Tensor = weight, place: int = place) -> Tensor:
-                return noise16(weight.numel(), seed=group["seed"], step=group["step"], stream=place, device=weight.device)
+                return noise16(weight.numel(), NoiseKey(group["seed"], group["step"], place), device=weight.device)
 
             largest = largest_level(layer.bits)
             moves = self.moves(layer, layer.gradient, state, group, noise)
@@ -251,8 +255,9 @@ class LevelOptimizer(Optimizer):
 
 
 class SignSGD(LevelOptimizer):
-    """lr: the chance of a weight to follow the majority. At 0 nothing moves; at 1 every weight moves in every step and
-    training never settles. No state."""
+    """signSGD with majority vote: levels move by the sign of the voters' majority, each with a chance.
+
+    lr: that chance. At 0 nothing moves; at 1 every weight moves in every step and training never settles. No state."""
 
     def moves(self, layer: LevelLinear, gradient: Tensor, state: dict[str, Any], group: Mapping[str, Any],
               noise: Callable[[], Tensor]) -> Tensor:
@@ -260,7 +265,9 @@ class SignSGD(LevelOptimizer):
 
 
 class Bop(LevelOptimizer):
-    """lr: how fast m follows the gradient (the paper's gamma, which it lets fall, too). At 0 m stands still and the same
+    """Bop: a level moves where the momentum m of its gradient exceeds a threshold.
+
+    lr: how fast m follows the gradient (the paper's gamma, which it lets fall, too). At 0 m stands still and the same
     weights move until they are at the edge; at 1 there is no memory and single gradients move weights.
     threshold: how many rms |m| must exceed. At 0 every weight moves in every step; beyond 10 or so none ever does.
 
@@ -277,7 +284,9 @@ class Bop(LevelOptimizer):
 
 
 class DQT(LevelOptimizer):
-    """lr: AdamW's, in units of the forward weight. At 0 nothing moves; where lr nears the scale, a level or more a step,
+    """Direct quantized training: AdamW's update of a level, stochastically rounded.
+
+    lr: AdamW's, in units of the forward weight. At 0 nothing moves; where lr nears the scale, a level or more a step,
     training never settles. State: two moments, float32."""
 
     def __init__(self, layers: Iterable[LevelLinear], lr: float, betas: tuple[float, float] = (0.9, 0.999),
@@ -309,30 +318,30 @@ def make_optimizer(method: str, model: nn.Module, lr: float, beta2: float, thres
 
 def weights_on_grid(model: nn.Module) -> int:
     """How many weights gft or a baseline keeps on a grid."""
-    return (sum(layer.grid.rows * layer.grid.columns for layer in quantized_layers(model).values())
+    return (sum(weights_of(layer) for layer in quantized_layers(model).values())
             + sum(layer.in_features * layer.out_features for layer in grid_layers(model)))
 
 
 def training_bytes(model: nn.Module, optimizer: Optimizer) -> float:
-    """Bytes that training holds of one weight: the weight, its gradient or votes, and the optimizer's state, measured.
+    """Bytes that training holds for one weight: the weight, its gradient or votes, and the optimizer's state, measured.
 
     Call it between backward and step. Of a model with layers on a grid, whatever trains them, it is the mean over the
     weights of those layers; of any other, over all trainable parameters. Activations are not counted, nor what lives
     within one layer's pass alone, such as levels made float for a product.
     """
-    held: list[Any] = [[layer.weight, layer.ballot and vars(layer.ballot)] for layer in quantized_layers(model).values()]
+    held: list[Any] = [[layer.weight, votes_of(layer)] for layer in quantized_layers(model).values()]
     held += [[layer.weight, getattr(layer, "gradient", None)] for layer in grid_layers(model)]
     held = held or [[parameter] for parameter in gft.dense(model)]
     weights = [one[0] for one in held]
     held += [[weight.grad, optimizer.state.get(weight)] for weight in weights]
-    # By identity: an optimizer's state and a ballot may hold the same tensor.
+    # By identity: an optimizer's state and a layer's votes may hold the same tensor.
     tensors = {id(tensor): tensor for tensor in tensors_in(held)}.values()
     count = weights_on_grid(model) or sum(weight.numel() for weight in weights)
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors) / count
 
 
 def training_bytes_after_step(model: nn.Module, optimizer: Optimizer) -> float:
-    """The same when the step is done. Gradients stay until zero_grad, but GFT's votes are spent: an empty sample through
+    """`training_bytes` after a step. Gradients stay until zero_grad, but GFT's votes are spent: an empty sample through
     each of its layers has them cast again, to be measured and thrown away."""
     for layer in quantized_layers(model).values():
         layer(torch.zeros(1, layer.inputs, device=layer.weight.device)).sum().backward()

@@ -7,83 +7,118 @@ import torch
 from torch import nn
 
 import gft
+from gft.errors import UsageError
 from gft.lab import baselines
 from gft.lab import data as datasets
 from gft.lab.models import DNN, GPT, ViT
-from gft.lab.recipes import Recipe
+from gft.lab.recipe import Integers, Recipe
+from gft.rules import Rule
+from gft.votes import Vote
 
-Data = datasets.Dataset | datasets.Text
+DataSet = datasets.Dataset | datasets.Text
 
 
-def build_float_model(recipe: Recipe, data: Data) -> nn.Module:
+# ---------------------------------------------------------------------------------------------------- the network
+
+
+def build_float_model(recipe: Recipe, data: DataSet) -> nn.Module:
     """The recipe's network before any of its layers is quantized."""
-    if recipe.model == "gpt":
+    model, name = recipe.model, recipe.data.name
+    if model.name == "gpt":
         if not isinstance(data, datasets.Text):
-            raise ValueError(f"model=gpt reads text, but data={recipe.data} is not; choose data=shakespeare or text:FILE")
-        return GPT(data.classes, data.context, recipe.width, recipe.depth, recipe.heads, recipe.dropout)
+            raise UsageError(f"model=gpt reads text, but data={name} is not; choose data=shakespeare or text:FILE")
+        return GPT(data.classes, data.context, model.width, model.depth, model.heads, model.dropout)
     if isinstance(data, datasets.Text):
-        raise ValueError(f"data={recipe.data} is text, which model={recipe.model} cannot read; choose model=gpt")
-    if recipe.model == "vit":
+        raise UsageError(f"data={name} is text, which model={model.name} cannot read; choose model=gpt")
+    if model.name == "vit":
         if len(data.shape) != 3:
-            raise ValueError(f"model=vit sees images, but data={recipe.data} has none; choose mnist-images or imagenette")
-        channels, size, _ = data.shape
-        return ViT(channels, size, data.classes, recipe.patch, recipe.width, recipe.depth, recipe.heads, recipe.dropout,
-                   recipe.patch_dropout, recipe.positions)
-    return DNN(data.inputs, data.classes, recipe.width, recipe.depth, recipe.norm, recipe.activation, recipe.dropout,
-               recipe.input_dropout)
+            raise UsageError(f"model=vit sees images, but data={name} has none; choose mnist-images or imagenette")
+        vit = ViT(data.shape, data.classes, model.patch, model.width, model.depth, model.heads, model.dropout,
+                  model.positions)
+        vit.drop_patches(model.patch_dropout)
+        return vit
+    return DNN(data.inputs, data.classes, model.width, model.depth, model.norm, model.activation, model.dropout,
+               model.input_dropout)
 
 
 def chosen_layers(recipe: Recipe) -> Callable[[nn.Module, str], bool]:
     """The filter of gft.quantize_ that makes the paper's hybrids: which layers become integers, by name."""
-    outer = ("layers.0", f"layers.{recipe.depth - 1}")
+    outer = ("layers.0", f"layers.{recipe.model.depth - 1}")
     return {
         "all": lambda module, name: True,
         "hidden": lambda module, name: name.startswith("layers.") and name not in outer,
         "mlp": lambda module, name: ".mlp." in name,
         "blocks": lambda module, name: name.startswith("blocks."),
-    }[recipe.quantize]
+    }[recipe.integers.layers]
 
 
-def build_model(recipe: Recipe, data: Data) -> nn.Module:
-    model = build_float_model(recipe, data)
-    if recipe.quantize == "none":
+def build_model(recipe: Recipe, data: DataSet) -> nn.Module:
+    """The recipe's network, with the layers that it names on the grid."""
+    model, integers = build_float_model(recipe, data), recipe.integers
+    if integers.layers == "none":
         return model
-    if recipe.method != "gft":
-        return baselines.put_on_grid_(model, recipe.bits, chosen_layers(recipe), recipe.method)
-    return gft.quantize_(model, recipe.bits, chosen_layers(recipe), memory=recipe.memory, init=recipe.init, bias=False)
+    if integers.method != "gft":
+        return baselines.put_on_grid_(model, integers.bits, chosen_layers(recipe), integers.method)
+    return gft.quantize_(model, integers.bits, chosen_layers(recipe), memory=integers.memory, init=integers.init, bias=False)
 
 
-def groups_of(recipe: Recipe, model: nn.Module) -> list[dict[str, Any]]:
-    """The integer weights, attention apart from the others where the recipe has it learn in its own way."""
-    if recipe.quantize != "blocks" or recipe.attention_lr == 0:
+# ---------------------------------------------------------------------------------------------------- how it learns
+
+
+def rule_of(integers: Integers, inertia: float | None) -> Rule:
+    """How votes move weights. What is None is left to the library."""
+    if integers.rule == "topk":
+        return gft.TopK(**given(p_min=integers.p_min))
+    return gft.Rounding(inertia=inertia, threshold=integers.threshold, second_moment=integers.second_moment,
+                        orthogonalize=bool(integers.orthogonalize))
+
+
+def vote_of(integers: Integers) -> Vote:
+    """How activations and errors are quantized for votes."""
+    if integers.vote == "sign":
+        return gft.Sign(**given(per=integers.vote_per, literal_mask=integers.literal_mask))
+    return {"int8": gft.Int8, "int4": gft.Int4, "ternary": gft.Ternary}[integers.vote or "int8"]()
+
+
+def given(**settings: Any) -> dict[str, Any]:
+    """Those that are not None: the others are left to the library."""
+    return {key: value for key, value in settings.items() if value is not None}
+
+
+def groups_of(integers: Integers, model: nn.Module) -> list[dict[str, Any]]:
+    """The integer weights, attention apart from the others where it has a learning rate of its own."""
+    if integers.layers != "blocks" or integers.attention_lr is None:
         return [{"params": gft.quantized(model)}]
     return [{"params": gft.quantized(model, lambda module, name: ".attention." not in name)},
-            {"params": gft.quantized(model, lambda module, name: ".attention." in name),
-             "lr": recipe.attention_lr, "inertia": recipe.attention_inertia}]
+            {"params": gft.quantized(model, lambda module, name: ".attention." in name), "lr": integers.attention_lr,
+             "rule": rule_of(integers, integers.attention_inertia)}]
 
 
 def build_optimizer(recipe: Recipe, model: nn.Module, seed: int) -> gft.Hybrid:
+    """GFT, or another method, for the integers, and AdamW for everything else."""
+    integers, dense = recipe.integers, recipe.dense
     parts: list[torch.optim.Optimizer] = []
-    if recipe.quantize != "none" and recipe.method == "gft":
-        parts.append(gft.GFT(groups_of(recipe, model), recipe.lr, recipe.rule, recipe.vote, sample=recipe.sample,
-                             mask=recipe.mask, inertia=recipe.inertia, quorum=recipe.quorum, sizes=recipe.sizes,
-                             directions=recipe.directions, p_min=recipe.p_min, seed=seed))
-    elif recipe.quantize != "none":
-        parts.append(baselines.make_optimizer(recipe.method, model, recipe.lr, recipe.beta2, recipe.threshold, seed))
+    if integers.layers != "none" and integers.method == "gft":
+        parts.append(gft.GFT(groups_of(integers, model), integers.lr, rule_of(integers, integers.inertia), vote_of(integers),
+                             seed=seed))
+    elif integers.layers != "none":
+        parts.append(baselines.make_optimizer(integers.method, model, integers.lr, dense.beta2,
+                                              integers.bop_threshold, seed))
     rest = baselines.dense(model)
     if rest:
         on_gpu = rest[0].is_cuda
-        parts.append(torch.optim.AdamW(rest, lr=recipe.dense_lr, weight_decay=recipe.weight_decay, betas=(0.9, recipe.beta2),
+        parts.append(torch.optim.AdamW(rest, lr=dense.lr, weight_decay=dense.weight_decay, betas=(0.9, dense.beta2),
                                        fused=on_gpu, capturable=on_gpu))
     return gft.Hybrid(*parts)
 
 
 def build_scheduler(recipe: Recipe, optimizer: gft.Hybrid) -> torch.optim.lr_scheduler.LambdaLR:
     """Both rates rise linearly for `warmup` steps, then fall linearly to 0."""
+    steps, warmup = recipe.schedule.steps, recipe.schedule.warmup
 
     def share(step: int) -> float:
-        rising = (step + 1) / (recipe.warmup + 1)
-        falling = (recipe.steps - step) / max(recipe.steps - recipe.warmup, 1)
+        rising = (step + 1) / (warmup + 1)
+        falling = (steps - step) / max(steps - warmup, 1)
         return max(0.0, min(rising, falling, 1.0))
 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, share)

@@ -7,7 +7,7 @@ from typing import Any
 from gft.lab import report, train
 from gft.lab.display import Bars, console
 from gft.lab.recipes import RECIPES
-from gft.lab.runs import write_json
+from gft.lab.records import write_json
 
 RECIPE_NAMES = ("digits-fp", "digits-hybrid-4bit", "digits-quantized-2bit")
 
@@ -21,13 +21,13 @@ def demo(out: Path, seed: int = 0) -> list[dict[str, Any]]:
     results: dict[str, dict[str, Any]] = {}
     with Bars() as bars:
         for name in RECIPE_NAMES:
-            bars.add(name, RECIPES[name].steps)
+            bars.add(name, RECIPES[name].schedule.steps)
         while len(results) < len(runs):
             for name, run in runs.items():
-                for told in run:
-                    bars.show(name, told)
-                    if told.result is not None:
-                        results[name] = told.result
+                for progress in run:
+                    bars.show(name, progress)
+                    if progress.result is not None:
+                        results[name] = progress.result
                     break
     ordered = [results[name] for name in RECIPE_NAMES]
     console.print(report.demo_table(ordered))

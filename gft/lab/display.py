@@ -1,11 +1,38 @@
-"""Live progress on the terminal, for one run or many."""
+"""What is shown on the terminal: progress of one run or many, and sheets of numbers."""
+
+from collections.abc import Iterable
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from gft.lab import train
+from gft.lab.energy.sheets import Sheet
 
 console = Console()
+
+
+def show(*sheets: Sheet) -> None:
+    """Print tables of plain cells, the first column on the left."""
+    for sheet in sheets:
+        table = Table(title=sheet.title, box=None, padding=(0, 1, 0, 0), caption=sheet.note or None)
+        for place, column in enumerate(sheet.columns):
+            table.add_column(column, justify="left" if place == 0 else "right", no_wrap=place == 0)
+        for row in sheet.rows:
+            table.add_row(*row)
+        console.print(table, "")
+
+
+def watch(name: str, run: Iterable[train.Progress]) -> dict[str, Any]:
+    """Train to the end with a progress bar; the run's result."""
+    result = None
+    with Bars() as bars:
+        for progress in run:
+            bars.show(name, progress)
+            result = progress.result
+    assert result is not None
+    return result
 
 
 class Bars:
@@ -29,15 +56,15 @@ class Bars:
     def add(self, name: str, total: int) -> None:
         self._tasks[name] = self._progress.add_task(name, total=total, loss="", val="")
 
-    def show(self, name: str, told: train.Progress) -> None:
+    def show(self, name: str, progress: train.Progress) -> None:
         if name not in self._tasks:
-            self.add(name, told.steps)
+            self.add(name, progress.steps)
         fields = {}
-        if told.loss is not None:
-            fields["loss"] = f"{told.loss:.4f}"
-        if told.val is not None:
-            fields["val"] = f"{told.val:.4g}"
-        self._progress.update(self._tasks[name], completed=told.step, **fields)
+        if progress.loss is not None:
+            fields["loss"] = f"{progress.loss:.4f}"
+        if progress.val is not None:
+            fields["val"] = f"{progress.val:.4g}"
+        self._progress.update(self._tasks[name], completed=progress.step, **fields)
 
     def done(self, name: str) -> None:
         """Take a finished run's bar away, to make room for the next."""

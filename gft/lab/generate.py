@@ -6,10 +6,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from gft.errors import UsageError
 from gft.lab import data as datasets
 from gft.lab import train
 from gft.lab.models import GPT
 from gft.lab.runs import TrainingError
+
+SAMPLE = 500  # characters of the paper's figure
 
 
 @torch.no_grad()
@@ -38,19 +41,19 @@ def generate(folder: Path, prompt: str = "\n", *, length: int = 500, temperature
     """What the model of a run folder writes after `prompt`, character by character. What is wrong is said at once, not with
     the first character."""
     if not 0 <= temperature < float("inf"):
-        raise ValueError(f"--temperature {temperature}: give 0 (always the likeliest) or more; 1 is the model's own spread")
+        raise UsageError(f"--temperature {temperature}: give 0 (always the likeliest) or more; 1 is the model's own spread")
     if top_k < 1 or length < 0:
-        raise ValueError(f"--top-k {top_k}, --length {length}: give at least 1 and 0")
+        raise UsageError(f"--top-k {top_k}, --length {length}: give at least 1 and 0")
     model, data, recipe = train.load_run(folder, device, to_write=True)
     if not isinstance(model, GPT) or not isinstance(data, datasets.Text):
         raise TrainingError(f"{folder} holds {recipe.name}, which writes no text; give the folder of a gpt recipe")
     if not prompt:
-        raise ValueError("--prompt is empty; give at least one character, a line break for example")
+        raise UsageError("--prompt is empty; give at least one character, a line break for example")
     tokens = data.encode(prompt)[None].to(next(model.parameters()).device)
     drawn = next_tokens(model, tokens, temperature, top_k, torch.Generator().manual_seed(seed))
     return (data.decode(torch.tensor([token])) for _, token in zip(range(length), drawn, strict=False))
 
 
 def sample_of(folder: Path, device: str = "auto") -> str:
-    """500 characters of a run folder's model, for the paper's figure."""
-    return "".join(generate(folder, device=device)).strip("\n")
+    """A page of a run folder's model, for the paper's figure."""
+    return "".join(generate(folder, length=SAMPLE, device=device)).strip("\n")

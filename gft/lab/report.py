@@ -1,6 +1,5 @@
 """What runs came to: tables for the terminal and for Markdown, and validation curves as PNG and SVG."""
 
-import json
 import math
 import statistics
 import textwrap
@@ -9,6 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+
+from gft.lab import bench, figures, older
+from gft.lab import markdown as tables
+from gft.lab.recipe import Recipe
+from gft.lab.records import read_json_lines
 
 Result = Mapping[str, Any]
 Row = Mapping[str, Any]  # of a table: several runs
@@ -36,6 +40,29 @@ def demo_table(results: Iterable[Result]) -> Table:
     return table
 
 
+def recipes_table(recipes: Iterable[Recipe]) -> Table:
+    """One line a recipe: what of it is integer and how that learns."""
+    table = Table()
+    for name in ("recipe", "paper", "integers", "rule", "votes", "steps"):
+        table.add_column(name, no_wrap=True)
+    for recipe in recipes:
+        integers = recipe.integers
+        if integers.layers == "none":
+            how = "–", "–"
+        else:
+            how = (integers.rule, integers.vote) if integers.method == "gft" else (integers.method, "–")
+        table.add_row(recipe.name, "–" if recipe.paper is None else f"{recipe.paper:g}", integers.layers, *how,
+                      str(recipe.schedule.steps))
+    return table
+
+
+def sentence(result: Result) -> str:
+    """What a finished run came to."""
+    against = "" if result["paper"] is None else f" (paper: {result['paper']:g})"
+    return (f"{result['metric']} {result['value']:.4g}{against} on the {result['split']} split after {result['steps']} "
+            f"steps, {result['wall_s']:.1f} s.")
+
+
 # ---------------------------------------------------------------------------------------------------- rows of a paper table
 
 
@@ -53,7 +80,7 @@ def table_rows(results: Sequence[Result], command: str) -> list[dict[str, Any]]:
             "seeds": [run["seed"] for run in runs], "values": values, "lower_is_better": first["metric"] == "loss",
             "gap": None if first["paper"] is None else mean - first["paper"],
             "table": first["table"], "training_bytes_per_weight": first.get("training_bytes_per_weight"),
-            "directions": first.get("config", {}).get("directions", "voted"),  # early runs kept no settings
+            "orthogonalize": older.orthogonalizes(first.get("config")),
             **{key: first[key] for key in ("metric", "steps", "fp32_params", "quantized_params", "bits", "bits_total",
                                            "bytes_per_weight", "updates_estimated", "energy_estimate_j")},
             "updates_actual": statistics.fmean(run["updates_actual"] for run in runs),
@@ -115,8 +142,8 @@ def columns_of(rows: Sequence[Row]) -> dict[str, Callable[[Row], str]]:
 
 
 # Without it a reader of a table would see a hundredfold of joules and not know why.
-EVEN_DIRECTIONS = ("Energy is that of all optimizer steps by the paper's formula; with even directions ({rows}) the matrix "
-                   "products these take are counted as well.")
+ORTHOGONALIZED = ("Energy is that of all optimizer steps by the paper's formula; where votes are orthogonalized ({rows}) "
+                  "the matrix products of that are counted as well.")
 SPREAD = ("Pooled over the rows a run deviates from its row's mean by {deviation} (standard deviation, {degrees} degrees of "
           "freedom): two or three seeds alone say little of it. Most further runs of a row should land within twice that.")
 METRICS = {"accuracy": "Validation accuracy in %", "loss": "Validation loss in nats (lower is better)"}
@@ -133,14 +160,13 @@ def spread_note(rows: Sequence[Row]) -> str | None:
 
 def markdown(title: str, rows: Sequence[Row]) -> str:
     columns = columns_of(rows)
-    lines = [f"# {title}", "", "| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
-    lines += ["| " + " | ".join(cell(row) for cell in columns.values()) + " |" for row in rows]
+    lines = [f"# {title}", "", tables.table(list(columns), [[cell(row) for cell in columns.values()] for row in rows])]
     seeds = sorted({seed for row in rows for seed in row["seeds"]})  # a row with n of them has the first n
     where = {key: ", ".join(dict.fromkeys(row[key] for row in rows)) for key in ("device", "torch", "command")}
     where["commit"] = ", ".join(dict.fromkeys(commit for row in rows for commit in row["commit"].split(", ")))
     gap = "; gap: ours minus the paper's" if "gap" in columns else ""
-    even = [row["name"] for row in rows if row["directions"] == "even"]
-    notes = [spread_note(rows), NOTES.get(rows[0]["table"]), EVEN_DIRECTIONS.format(rows=", ".join(even)) if even else None]
+    some = [row["name"] for row in rows if row["orthogonalize"]]
+    notes = [spread_note(rows), NOTES.get(rows[0]["table"]), ORTHOGONALIZED.format(rows=", ".join(some)) if some else None]
     lines += ["", f"{METRICS[rows[0]['metric']]}, mean ± standard deviation over n seeds ({', '.join(map(str, seeds))})"
               f"{gap}.", "", *(line for note in notes if note for line in (note, "")),
               "Time is the wall time of one run, beside as many others as the command's --jobs says.", "",
@@ -163,13 +189,14 @@ def terminal_table(title: str, rows: Sequence[Row]) -> Table:
     return table
 
 
-def bench_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+def bench_table(title: str, rows: Sequence[bench.Row]) -> Table:
+    """Ours beside a peer's, and whether the bar was met."""
     table = Table(title=title)
     for name in ("case", "ours", "peer", "ratio", "bar"):
         table.add_column(name, justify="left" if name in ("case", "bar") else "right")
     for row in rows:
-        table.add_row(row["case"], f"{row['ours']:.4g} {row['unit']}", f"{row['peer']:.4g} ({row['peer_is']})",
-                      f"{row['ratio']:.2f}", row["bar"] + (" ✓" if row["met"] else " ✗"))
+        table.add_row(row.case, f"{row.ours:.4g} {row.unit}", f"{row.peer:.4g} ({row.peer_is})", f"{row.ratio:.2f}",
+                      row.bar + (" ✓" if row.met else " ✗"))
     return table
 
 
@@ -178,19 +205,15 @@ def bench_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
 
 def validation_curve(run: Path) -> list[tuple[int, float]]:
     """(step, validation value) of a run folder's metrics."""
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [(line["step"], line["val"]) for line in lines if "val" in line]
+    return [(line["step"], line["val"]) for line in read_json_lines(run / "metrics.jsonl") if "val" in line]
 
 
 def plot_curves(curves: Mapping[str, Sequence[Sequence[tuple[int, float]]]], title: str, metric: str,
                 files: Iterable[Path]) -> None:
     """Name -> the curves of its seeds; drawn as their mean with a band from the least to the largest."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
     import numpy as np
 
+    plt = figures.pyplot()
     figure, axes = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
     axes.set_prop_cycle(plt.cycler(linestyle=["-", ":"]) * plt.rcParams["axes.prop_cycle"])  # no two rows of a table alike
     for name, seeds in curves.items():
@@ -207,7 +230,4 @@ def plot_curves(curves: Mapping[str, Sequence[Sequence[tuple[int, float]]]], tit
     axes.set(xlabel="step", ylabel=METRICS[metric].lower())
     axes.grid(alpha=0.25)
     figure.legend(frameon=False, fontsize=8, loc="outside right upper")  # beside the curves: inside it would hide some
-    for file in files:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(file, dpi=160)
-    plt.close(figure)
+    figures.save(figure, files)

@@ -1,25 +1,24 @@
-"""The files of a run, and where and with what it ran.
+"""The folder of a training run, and the device it runs on.
 
 A run folder holds config.json, metrics.jsonl (a line each time something is logged), checkpoint/state.safetensors
 (of a text also which number is which character) and, once finished, result.json.
 """
 
-import dataclasses
 import json
-import os
-import platform
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import gft
-from gft.lab.recipes import Recipe
+from gft.errors import UsageError
+from gft.files import write_text
+from gft.lab import older
+from gft.lab.recipe import Recipe, dotted
+from gft.lab.records import read_json, write_json
 
 
-class TrainingError(ValueError):
+class TrainingError(UsageError):
     """A run that cannot start or go on, and what to do."""
 
 
@@ -28,6 +27,14 @@ class TrainingError(ValueError):
 
 def checkpoint_of(path: Path) -> Path:
     return path / "checkpoint" / "state.safetensors"
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The settings that a run folder was started with."""
+    config = read_json(path / "config.json")
+    if older.is_flat(config):
+        raise TrainingError(f"{path} was made by an older gft, whose settings had other names; train anew in another --out")
+    return config
 
 
 class RunFolder:
@@ -39,13 +46,13 @@ class RunFolder:
         self.checkpoint = checkpoint_of(path)
         self._metrics = path / "metrics.jsonl"
         self._writer: Any = None
-        self._config = {**dataclasses.asdict(recipe), "seed": seed}
+        self._config = {**recipe.config(), "seed": seed}
         self.result = None
         if (path / "config.json").exists():
             if not resume:
                 raise TrainingError(f"{path} holds a run already; go on with it by --resume, or give another --out")
-            before = read_json(path / "config.json")
-            for key, value in self._config.items():
+            before = dotted(read_config(path))
+            for key, value in dotted(self._config).items():
                 if before.get(key) != value:
                     raise TrainingError(f"{path} was started with {key}={before.get(key)!r}, not {value!r}; resume it "
                                         "with the same settings, or give another --out")
@@ -54,7 +61,6 @@ class RunFolder:
 
     def start(self, step: int, tensorboard: bool) -> None:
         """Write the config; drop what was logged after the checkpoint that is resumed: it will be logged again."""
-        self.path.mkdir(parents=True, exist_ok=True)
         write_json(self.path / "config.json", self._config)
         lines = self._metrics.read_text().splitlines() if self._metrics.exists() else []
         kept = []
@@ -95,28 +101,11 @@ def flat_numbers(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield prefix + key, value
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise TrainingError(f"{path} cannot be read ({error}); restore it or start the run in another folder") from error
-
-
-def write_json(path: Path, value: Any) -> None:
-    write_text(path, json.dumps(value, indent=1) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
-    unfinished.write_text(text)
-    os.replace(unfinished, path)
-
-
-# ---------------------------------------------------------------------------------------------------- where and with what
+# ---------------------------------------------------------------------------------------------------- devices
 
 
 def resolve_device(name: str) -> torch.device:
+    """"auto", "cpu", "cuda" or "cuda:1" -> the device; "auto" takes a GPU if there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name not in ("cpu", "cuda") and not name.startswith("cuda:"):
@@ -124,24 +113,3 @@ def resolve_device(name: str) -> torch.device:
     if name != "cpu" and not torch.cuda.is_available():
         raise TrainingError(f"--device {name}: torch sees no CUDA device here; use --device cpu or auto")
     return torch.device(name)
-
-
-def device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"cpu ({platform.machine()}, {torch.get_num_threads()} threads)"
-
-
-def commit() -> str:
-    """The commit of the checkout this package runs from, "+changes" if its code differs; $GFT_COMMIT elsewhere."""
-    if os.environ.get("GFT_COMMIT"):
-        return os.environ["GFT_COMMIT"]
-    here = Path(gft.__file__).parent
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        return git("rev-parse", "--short=10", "HEAD") + ("+changes" if git("status", "--porcelain", "--", ".") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return f"gft {gft.__version__}"

@@ -6,19 +6,21 @@ continues, one more seed costs one more seed, and lines made on another machine 
 go on (its loss became NaN, say) does not keep the others from their results.
 """
 
-import dataclasses
-import json
 import multiprocessing
 import queue
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gft.lab import report, runs, train
-from gft.lab.display import Bars
+from gft.errors import UsageError
+from gft.files import write_text
+from gft.lab import older, report, train
+from gft.lab.display import Bars, watch
 from gft.lab.generate import sample_of
-from gft.lab.recipes import OF_INTEGERS, RECIPES, VARIANTS, Recipe, variant_of
-from gft.lab.runs import TrainingError
+from gft.lab.recipe import Recipe, dotted
+from gft.lab.recipes import RECIPES, VARIANTS, variant_of
+from gft.lab.records import read_json, read_json_lines, write_json, write_lines
+from gft.lab.runs import TrainingError, resolve_device
 
 TITLES = {
     "mnist-dnn": "DNN on MNIST (paper, Table 1)",
@@ -32,8 +34,7 @@ SUBTITLES = {"default": "", "paper": ", the paper's own rule", "packed": ", with
 # The paper's figure of generated text shows these three; their checkpoints are kept.
 SAMPLED = ("shakespeare-gpt-fp", "shakespeare-gpt-hybrid1-4bit", "shakespeare-gpt-hybrid1-2bit")
 
-DEFAULTS = {field.name: field.default for field in dataclasses.fields(Recipe)
-            if field.default is not dataclasses.MISSING}
+DEFAULTS = dotted(Recipe("", "", "", None).config())
 Run = tuple[Recipe, int, Path]
 Event = tuple[str, train.Progress | TrainingError]  # of which run, and why it stopped if it did
 Line = dict[str, Any]
@@ -43,13 +44,19 @@ def recipes_of(table: str, variant: str = "default", rows: Sequence[str] = ()) -
     """The recipes of a table in one variant; `rows` keeps only names that contain one of its words. The baselines, which are
     there to be compared, come with the variants beside them."""
     if table not in TITLES:
-        raise ValueError(f"no table {table!r}; choose one of {', '.join(TITLES)}")
+        raise UsageError(f"no table {table!r}; choose one of {', '.join(TITLES)}")
     if variant not in VARIANTS:
-        raise ValueError(f"no variant {variant!r}; choose one of {', '.join(VARIANTS)}")
+        raise UsageError(f"no variant {variant!r}; choose one of {', '.join(VARIANTS)}")
     together = table == "baselines" and variant == "default"
     return [recipe for recipe in RECIPES.values() if recipe.table == table
             and (together or variant_of(recipe.name) == variant)
             and (not rows or any(row in recipe.name for row in rows))]
+
+
+def folders_of(tables: Sequence[str], variant: str, out: Path) -> dict[str, Path]:
+    """Where each table goes in the folder `out`; ["all"] are all of them."""
+    return {name: out / (name if variant == "default" else f"{name}-{variant}")
+            for name in (TITLES if list(tables) == ["all"] else tables)}
 
 
 def reproduce(folders: Mapping[str, Path],  # of each table
@@ -57,11 +64,11 @@ def reproduce(folders: Mapping[str, Path],  # of each table
               device: str = "auto", jobs: int = 1) -> dict[str, list[Line]]:
     """Run what is missing of some tables, all in one queue, and write each (`write_table`) beside its runs when it is whole.
     Tables without any of the `rows` are left alone."""
-    wanted = {table: [recipe.changed(list(settings)) for recipe in recipes_of(table, variant, rows)] for table in folders}
+    wanted = {table: [recipe.changed(settings) for recipe in recipes_of(table, variant, rows)] for table in folders}
     wanted = {table: recipes for table, recipes in wanted.items() if recipes}
     if not wanted:
-        raise ValueError(f"--rows {' '.join(rows)} names no row of {', '.join(folders)}; gft recipes lists them")
-    train.resolve_device(device)
+        raise UsageError(f"--rows {' '.join(rows)} names no row of {', '.join(folders)}; gft recipes lists them")
+    resolve_device(device)
     options = " ".join([f"--seeds {seeds}", *([f"--{variant}"] if variant != "default" else []),
                         *(f"--rows {row}" for row in rows), *(f"--set {setting}" for setting in settings),
                         *([f"--jobs {jobs}"] if jobs > 1 else [])])
@@ -70,9 +77,8 @@ def reproduce(folders: Mapping[str, Path],  # of each table
                        for recipe in recipes if not has_line(finished[table], recipe, seed)]
                for table, recipes in wanted.items()}
     for table in wanted:
-        folders[table].mkdir(parents=True, exist_ok=True)
-        runs.write_json(folders[table] / "about.json", {"title": TITLES[table] + SUBTITLES[variant],
-                                                        "command": f"gft reproduce {table} {options}"})
+        write_json(folders[table] / "about.json", {"title": TITLES[table] + SUBTITLES[variant],
+                                                   "command": f"gft reproduce {table} {options}"})
     written = {table: write_table(folders[table]) for table, left in missing.items() if not left}
     unfinished, stopped = {table: len(left) for table, left in missing.items()}, []
     total = seeds * sum(map(len, wanted.values()))
@@ -95,41 +101,40 @@ def read_lines(out: Path) -> dict[tuple[str, int], Line]:
     """(recipe, seed) -> its line: those of runs.jsonl, and of every run folder that has its result."""
     lines = {}
     if (out / "runs.jsonl").exists():
-        for number, text in enumerate((out / "runs.jsonl").read_text().splitlines(), 1):
-            try:
-                line = json.loads(text)
-                lines[line["recipe"], line["seed"]] = line
-            except (json.JSONDecodeError, KeyError, TypeError):
-                raise ValueError(f"{out / 'runs.jsonl'}, line {number}: not a run's result; mend or delete it") from None
+        for number, line in enumerate(read_json_lines(out / "runs.jsonl"), 1):
+            if not (isinstance(line, dict) and {"recipe", "seed"} <= line.keys()):
+                raise UsageError(f"{out / 'runs.jsonl'}, line {number}: not a run's result; mend or delete it")
+            lines[line["recipe"], line["seed"]] = line
     for file in sorted(out.glob("*/seed-*/result.json")):
-        result = runs.read_json(file)
+        result = read_json(file)
         lines[result["recipe"], result["seed"]] = {**result, "curve": report.validation_curve(file.parent)}
     return lines
 
 
 def has_line(lines: Mapping[tuple[str, int], Line], recipe: Recipe, seed: int) -> bool:
-    """Is this run finished, with these very settings? One that came later counts as its default, by which it changes
-    nothing; and what integers are told does not matter where there are none."""
-    line = lines.get((recipe.name, seed))
-    if line is None:
+    """Is this run finished, with these very settings? Those of integers do not count where there are none."""
+    config = lines.get((recipe.name, seed), {}).get("config")
+    if config is None:  # not there, or of a time when runs did not keep their settings
         return False
-    had, ignored = {**DEFAULTS, **line.get("config", {})}, OF_INTEGERS if recipe.quantize == "none" else ()
-    return all(had.get(key) == value for key, value in dataclasses.asdict(recipe).items() if key not in ignored)
+    # A setting that came later counts as its default, by which it changes nothing.
+    had, wanted = {**DEFAULTS, **dotted(older.in_parts(config))}, dotted(recipe.config())
+    counts = [key for key in wanted if recipe.integers.layers != "none" or not key.startswith("integers.")]
+    return all(had[key] == wanted[key] for key in counts)
 
 
 def write_table(out: Path) -> list[Line]:
     """table.md, table.json, runs.jsonl and curves.{png,svg} from every finished run in the folder of a table."""
     if not (out / "about.json").exists():
-        raise ValueError(f"{out} is not the folder of a table (it has no about.json); give one that gft reproduce made")
-    about = runs.read_json(out / "about.json")
+        raise UsageError(f"{out} is not the folder of a table (it has no about.json); give one that gft reproduce made")
+    about = read_json(out / "about.json")
     order = {name: place for place, name in enumerate(RECIPES)}
     lines = sorted(read_lines(out).values(), key=lambda line: (order.get(line["recipe"], len(order)), line["seed"]))
     if not lines:
-        raise ValueError(f"no run in {out} is finished yet; go on with: {about['command']}")
+        raise UsageError(f"no run in {out} is finished yet; go on with: {about['command']}")
     rows = report.table_rows(lines, about["command"])
-    runs.write_json(out / "table.json", {"title": about["title"], "rows": rows})
-    runs.write_text(out / "table.md", report.markdown(about["title"], rows))
-    runs.write_text(out / "runs.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    write_json(out / "table.json", {"title": about["title"], "rows": rows})
+    write_text(out / "table.md", report.markdown(about["title"], rows))
+    write_lines(out / "runs.jsonl", lines)
     curves = {row["name"]: [line["curve"] for line in lines if line["recipe"] == row["recipe"] and line.get("curve")]
               for row in rows}
     if drawn := {name: seeds for name, seeds in curves.items() if seeds}:
@@ -144,16 +149,13 @@ def samples(out: Path, *, device: str = "auto", settings: Sequence[str] = ()) ->
     """
     texts = []
     for name in SAMPLED:
-        recipe = RECIPES[name].changed(list(settings))
+        recipe = RECIPES[name].changed(settings)
         folder = out / name / "seed-0"
-        with Bars() as bars:
-            for told in train.training(recipe, folder, device=device, resume=True):
-                bars.show(name, told)
-        value = runs.read_json(folder / "result.json")["value"]
+        value = watch(name, train.training(recipe, folder, device=device, resume=True))["value"]
         texts.append(f"## {recipe.row} (validation loss {value:.3f})\n\n```\n{sample_of(folder, device)}\n```\n")
     file = out / "samples.md"
-    runs.write_text(file, "# Text by three nanoGPT models (paper, Figure 3)\n\n`gft reproduce samples`: 500 characters "
-                    "after an empty line, temperature 0.8, the 20 likeliest characters, seed 0.\n\n" + "\n".join(texts))
+    write_text(file, "# Text by three nanoGPT models (paper, Figure 3)\n\n`gft reproduce samples`: 500 characters "
+               "after an empty line, temperature 0.8, the 20 likeliest characters, seed 0.\n\n" + "\n".join(texts))
     return file
 
 
@@ -165,24 +167,24 @@ def _outcomes(missing: Sequence[Run], total: int, device: str, jobs: int) -> Ite
     with Bars() as bars:
         bars.add("all runs", total)
         bars.advance("all runs", total - len(missing))
-        for name, told in (_in_turn(missing, device) if jobs == 1 else _side_by_side(missing, device, jobs)):
-            if isinstance(told, TrainingError):
+        for name, event in (_in_turn(missing, device) if jobs == 1 else _side_by_side(missing, device, jobs)):
+            if isinstance(event, TrainingError):
                 bars.done(name)
-                yield TrainingError(f"{name}: {told}")
+                yield TrainingError(f"{name}: {event}")
                 continue
-            bars.show(name, told)
-            if told.result is not None:
+            bars.show(name, event)
+            if event.result is not None:
                 bars.done(name)
                 bars.advance("all runs")
-                yield told.result
+                yield event.result
 
 
 def _events(run: Run, device: str) -> Iterator[Event]:
     recipe, seed, folder = run
     name, keep = f"{recipe.name} seed {seed}", recipe.name in SAMPLED and seed == 0
     try:
-        for told in train.training(recipe, folder, seed=seed, device=device, resume=True, keep_checkpoint=keep):
-            yield name, told
+        for progress in train.training(recipe, folder, seed=seed, device=device, resume=True, keep_checkpoint=keep):
+            yield name, progress
     except TrainingError as error:
         yield name, error
 
@@ -192,7 +194,7 @@ def _in_turn(missing: Sequence[Run], device: str) -> Iterator[Event]:
         yield from _events(run, device)
 
 
-def _work(run: Run, device: str, told: Any, threads: int) -> None:
+def _work(run: Run, device: str, events: Any, threads: int) -> None:
     import torch
 
     torch.set_num_threads(threads)
@@ -202,7 +204,7 @@ def _work(run: Run, device: str, told: Any, threads: int) -> None:
         if isinstance(event, TrainingError) or event.loss is not None or event.result is not None:
             if parent is not None and not parent.is_alive():
                 return  # it was killed; whoever starts the table again should not find this run at work
-            told.put((name, event))
+            events.put((name, event))
 
 
 def _side_by_side(missing: Sequence[Run], device: str, jobs: int) -> Iterator[Event]:
@@ -212,13 +214,13 @@ def _side_by_side(missing: Sequence[Run], device: str, jobs: int) -> Iterator[Ev
     # A process for each run: what torch.compile made for one then serves the others. A pool's exit ends its processes at
     # once, also on Ctrl-C; what was finished or checkpointed stays on disk.
     with context.Manager() as manager, context.Pool(jobs, maxtasksperchild=1) as pool:
-        told = manager.Queue()
-        pending = [pool.apply_async(_work, (run, device, told, threads)) for run in missing]
-        while pending or not told.empty():
+        events = manager.Queue()
+        pending = [pool.apply_async(_work, (run, device, events, threads)) for run in missing]
+        while pending or not events.empty():
             for one in [one for one in pending if one.ready()]:
                 one.get()  # raises what the run raised
                 pending.remove(one)
             try:
-                yield told.get(timeout=0.2)
+                yield events.get(timeout=0.2)
             except queue.Empty:
                 continue

@@ -14,16 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gft
-from gft import energy
 from gft.capture import on_the_host
 from gft.checkpoint import read_checkpoint
-from gft.lab import baselines
+from gft.lab import baselines, energy
 from gft.lab import data as datasets
-from gft.lab.build import Data, build_model, build_optimizer, build_scheduler
+from gft.lab.build import DataSet, build_model, build_optimizer, build_scheduler
 from gft.lab.data.augment import middle
+from gft.lab.inside import shape_of
 from gft.lab.models import ViT
-from gft.lab.recipes import Recipe
-from gft.lab.runs import RunFolder, TrainingError, checkpoint_of, commit, device_name, read_json, resolve_device
+from gft.lab.provenance import commit, device_name
+from gft.lab.recipe import Recipe
+from gft.lab.runs import RunFolder, TrainingError, checkpoint_of, read_config, resolve_device
 from gft.layers import quantized_layers
 
 LOG_EVERY = 20
@@ -32,7 +33,7 @@ SECONDS_BETWEEN_CHECKPOINTS = 60.0
 
 @dataclass(frozen=True)
 class Progress:
-    """What `training` tells after a step; `result` is there after the last."""
+    """Where a run stands after a step; `result` is there after the last."""
 
     step: int
     steps: int
@@ -46,7 +47,7 @@ class Progress:
 
 def precision(recipe: Recipe, on: torch.device) -> AbstractContextManager[Any]:
     """bf16 products where the recipe wants them, on GPUs only: most CPUs are slower with them."""
-    if recipe.precision == "bf16" and on.type == "cuda":
+    if recipe.model.precision == "bf16" and on.type == "cuda":
         return torch.autocast("cuda", torch.bfloat16)
     return nullcontext()
 
@@ -60,14 +61,14 @@ def cross_entropy(logits: Tensor,  # (..., classes)
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, data: Data, split: str, recipe: Recipe) -> float:
+def evaluate(model: nn.Module, data: DataSet, split: str, recipe: Recipe) -> float:
     """The recipe's metric on a split: top-1 accuracy in %, or the mean loss in nats."""
     was_training = model.training
     model.eval()
     total, count = 0.0, 0
-    for x, y in data.evaluation_batches(split, recipe.eval_batch):
-        if recipe.eval_crop < 1:
-            x = middle(x, recipe.eval_crop)
+    for x, y in data.evaluation_batches(split, recipe.data.eval_batch):
+        if recipe.data.eval_crop < 1:
+            x = middle(x, recipe.data.eval_crop)
         with precision(recipe, x.device):
             logits = model(x)
         right = (logits.argmax(-1) == y).sum() if recipe.metric == "accuracy" else cross_entropy(logits, y, reduction="sum")
@@ -80,36 +81,32 @@ def recipe_of(folder: Path) -> Recipe:
     """What a run folder was trained by."""
     if not (folder / "config.json").exists():
         raise TrainingError(f"{folder} is not a run folder (it has no config.json); give the --out of gft train")
-    config = read_json(folder / "config.json")
-    missing = [field.name for field in dataclasses.fields(Recipe) if field.name not in config]
-    if missing:
-        raise TrainingError(f"{folder} was made by another version of gft (its config.json has no {missing[0]}); train anew")
-    return Recipe(**{field.name: config[field.name] for field in dataclasses.fields(Recipe)})
+    return Recipe.of(read_config(folder))
 
 
-def load_run(folder: Path, device: str = "auto", *, to_write: bool = False) -> tuple[nn.Module, Data, Recipe]:
-    """The trained model of a run folder, with its data and recipe. To write, a GPT needs no more of its text than what a
+def load_run(folder: Path, device: str = "auto", *, to_write: bool = False) -> tuple[nn.Module, DataSet, Recipe]:
+    """The trained model of a run folder, with its data and recipe. To generate, a GPT needs no more of its text than what a
     checkpoint keeps, the characters, so the text itself may be gone."""
     recipe, checkpoint, on = recipe_of(folder), checkpoint_of(folder), resolve_device(device)
     kept = kept_text(recipe, checkpoint)
-    data = (datasets.Text.without_splits(**kept) if kept and to_write else datasets.load(recipe.data)).to(on)
+    data = (datasets.Text.without_splits(**kept) if kept and to_write else datasets.load(recipe.data.name)).to(on)
     check_text(data, kept, folder)
     model = build_model(recipe, data).to(on)
     gft.load_checkpoint(checkpoint, model)
     return model.eval(), data, recipe
 
 
-def text_of(data: Data) -> dict[str, Any] | None:
+def text_of(data: DataSet) -> dict[str, Any] | None:
     """What a checkpoint keeps of a text: which number is which character."""
     return {"characters": data.characters, "context": data.context} if isinstance(data, datasets.Text) else None
 
 
 def kept_text(recipe: Recipe, checkpoint: Path) -> dict[str, Any] | None:
     """What a checkpoint has kept of a text, known before there is a model to load it into: its size depends on that."""
-    return read_checkpoint(checkpoint)["extra"].get("text") if recipe.model == "gpt" else None
+    return read_checkpoint(checkpoint)["extra"].get("text") if recipe.model.name == "gpt" else None
 
 
-def check_text(data: Data, kept: dict[str, Any] | None, folder: Path) -> None:
+def check_text(data: DataSet, kept: dict[str, Any] | None, folder: Path) -> None:
     """A model reads numbers; those of a text with other characters would mean something else to it."""
     if kept not in (None, text_of(data)):
         raise TrainingError(f"the text that {folder} was trained on has other characters now; give it back the text it had, "
@@ -130,17 +127,17 @@ def evaluate_run(folder: Path, split: str, device: str = "auto") -> tuple[float,
 def training(recipe: Recipe, out: Path, *, seed: int = 0, device: str = "auto", resume: bool = False,
              checkpoint_every: int | None = None, keep_checkpoint: bool = True,
              tensorboard: bool = False) -> Iterator[Progress]:
-    """Train `recipe` in the folder `out`, telling what happened after each step.
+    """Train `recipe` in the folder `out`; a `next` takes one step and yields its progress.
 
     checkpoint_every: steps between checkpoints; once a minute if None. keep_checkpoint: leave the last one in the folder
     when the run is done, for `gft eval`.
     """
-    on = resolve_device(device)
+    on, steps = resolve_device(device), recipe.schedule.steps
     folder = RunFolder(out, recipe, seed, resume)
     if folder.result is not None:
-        yield Progress(recipe.steps, recipe.steps, result=folder.result)
+        yield Progress(steps, steps, result=folder.result)
         return
-    data = datasets.load(recipe.data).to(on)
+    data = datasets.load(recipe.data.name).to(on)
     torch.manual_seed(seed)
     model = build_model(recipe, data).to(on)
     optimizer = build_optimizer(recipe, model, seed)
@@ -152,9 +149,9 @@ def training(recipe: Recipe, out: Path, *, seed: int = 0, device: str = "auto", 
         step, seconds = restored["step"], restored["seconds"]
     folder.start(step, tensorboard)
 
-    eval_every = recipe.eval_every or data.per_epoch(recipe.batch)
-    compiles = recipe.compiled and on.type == "cuda"
-    batches = data.batches(recipe.batch, seed, first_step=step, augment=recipe.augment, compiled=compiles)
+    eval_every = recipe.schedule.eval_every or data.per_epoch(recipe.data.batch)
+    compiles = recipe.model.compiled and on.type == "cuda"
+    batches = data.batches(recipe.data.batch, seed, first_step=step, augment=recipe.data.augment, compiled=compiles)
     saved_at = clock = time.perf_counter()
     loss = torch.zeros(())
 
@@ -164,45 +161,47 @@ def training(recipe: Recipe, out: Path, *, seed: int = 0, device: str = "auto", 
 
     def take_step(x: Tensor, y: Tensor) -> Tensor:
         with precision(recipe, on):
-            logits = (compiled if len(x) == recipe.batch else model)(x)
-        loss = cross_entropy(logits, y, recipe.label_smoothing)
+            logits = (compiled if len(x) == recipe.data.batch else model)(x)
+        loss = cross_entropy(logits, y, recipe.data.label_smoothing)
         optimizer.zero_grad(); loss.backward(); optimizer.step()
         return loss
 
     def taker() -> Callable[[Tensor, Tensor], Tensor]:
         return take_step if on_the_host(optimizer) else gft.Captured(take_step, optimizer)
 
-    take, whole_from = taker(), math.ceil(recipe.steps * (1 - recipe.whole))
-    while step < recipe.steps:
+    take, whole_from = taker(), math.ceil(steps * (1 - recipe.schedule.whole_images))
+    while step < steps:
         if isinstance(model, ViT) and step >= whole_from and not model.sees_whole_images:
-            model.see_whole_images()
-            take = taker()  # a graph is of one number of patches
+            model.drop_patches(0.0)
+            take = taker()  # a CUDA graph is of one number of patches
         loss = take(*next(batches))
         scheduler.step()
         step += 1
 
-        last = step == recipe.steps
-        told = Progress(step, recipe.steps)
+        last = step == steps
+        progress = Progress(step, steps)
         if step % LOG_EVERY == 0 or last:
-            told = dataclasses.replace(told, loss=finite_loss(loss, step, folder))
-            folder.log(step, loss=told.loss, lr=scheduler.get_last_lr()[0])
+            progress = dataclasses.replace(progress, loss=finite_loss(loss, step, folder))
+            folder.log(step, loss=progress.loss, lr=scheduler.get_last_lr()[0])
         if step % eval_every == 0 or last:
-            told = dataclasses.replace(told, val=evaluate(model, data, "val", recipe))
-            folder.log(step, val=told.val, layers=gft.statistics(model, optimizer))
+            progress = dataclasses.replace(progress, val=evaluate(model, data, "val", recipe))
+            folder.log(step, val=progress.val, layers=gft.statistics(model, optimizer))
         due = step % checkpoint_every == 0 if checkpoint_every else clock - saved_at > SECONDS_BETWEEN_CHECKPOINTS
         seconds, clock = seconds + time.perf_counter() - clock, time.perf_counter()
         if (due and not last) or (last and keep_checkpoint):
-            finite_loss(loss, step, folder)  # a checkpoint is a state worth returning to
+            finite_loss(loss, step, folder)  # a diverged state is none to go on from
             gft.save_checkpoint(folder.checkpoint, model, optimizer, scheduler, step=step, seconds=seconds,
                                 text=text_of(data))
             saved_at = clock
         if not last:
-            yield told
-            clock = time.perf_counter()  # what the listener took is not the run's time
+            yield progress
+            clock = time.perf_counter()  # what the caller took is not the run's time
 
-    result = summary(recipe, model, optimizer, seed, seconds, evaluate(model, data, "val", recipe), on)
+    result = summary(recipe, model, optimizer, evaluate(model, data, "val", recipe))
+    result |= {"seed": seed, "wall_s": seconds, "device": device_name(on), "torch": torch.__version__, "commit": commit(),
+               "config": recipe.config()}
     folder.finish(result, keep_checkpoint)
-    yield Progress(step, recipe.steps, float(loss.detach()), result["value"], result)
+    yield Progress(step, steps, float(loss.detach()), result["value"], result)
 
 
 def finite_loss(loss: Tensor, step: int, folder: RunFolder) -> float:
@@ -211,37 +210,38 @@ def finite_loss(loss: Tensor, step: int, folder: RunFolder) -> float:
         return value
     kept = f"its last checkpoint is {folder.checkpoint}" if folder.checkpoint.exists() else "it had no checkpoint yet"
     raise TrainingError(f"the loss became {value} by step {step} and the run was stopped; {kept}; try a smaller "
-                        "--set lr=… or dense_lr=…")
+                        "--set integers.lr=… or dense.lr=…")
 
 
-def summary(recipe: Recipe, model: nn.Module, optimizer: gft.Hybrid, seed: int, seconds: float, value: float,
-            on: torch.device) -> dict[str, Any]:
-    """result.json. The paper's formulas (updates_estimated, energy_estimate_j) are for AdamW and its own optimizer; other
-    methods have none. What even directions add to an optimizer step is added."""
+def summary(recipe: Recipe, model: nn.Module, optimizer: gft.Hybrid, value: float) -> dict[str, Any]:
+    """What result.json says of the network and its training; value: the recipe's metric.
+
+    The paper's formulas (updates_estimated, energy_estimate_j) are for AdamW and its own optimizer; other methods have
+    none. The products that orthogonalizing votes takes are added to the energy.
+    """
+    integers, steps = recipe.integers, recipe.schedule.steps
     quantized = baselines.weights_on_grid(model)
     fp32 = sum(parameter.numel() for parameter in baselines.dense(model))
     latent = sum(parameter.numel() for parameter in gft.dense(model)) - fp32
     flips = sum(part.flips() for part in optimizer.optimizers if isinstance(part, (gft.GFT, baselines.LevelOptimizer)))
-    own = recipe.method == "gft"
-    joules = energy.energy_estimate_j(fp32, quantized, recipe.bits, recipe.steps)
-    if recipe.directions == "even":
-        joules += recipe.steps * energy.even_directions_j(
-            (layer.grid.rows, layer.grid.columns) for layer in quantized_layers(model).values())
+    own = integers.method == "gft"
+    joules = energy.energy_estimate_j(fp32, quantized, integers.bits, steps)
+    if integers.orthogonalize:
+        joules += steps * energy.orthogonalize_j(map(shape_of, quantized_layers(model).values()))
     return {
         "recipe": recipe.name, "table": recipe.table, "row": recipe.row, "paper": recipe.paper,
-        "metric": recipe.metric, "value": value, "split": "val", "steps": recipe.steps, "seed": seed,
-        "fp32_params": fp32, "quantized_params": quantized, "bits": recipe.bits,
-        "bits_total": energy.bits_total(fp32, quantized, recipe.bits),
+        "metric": recipe.metric, "value": value, "split": "val", "steps": steps,
+        "fp32_params": fp32, "quantized_params": quantized, "bits": integers.bits,
+        "bits_total": energy.bits_total(fp32, quantized, integers.bits),
         "bytes_per_weight": stored_bytes(model) / quantized if quantized else 4.0,
         "training_bytes_per_weight": baselines.training_bytes_after_step(model, optimizer),
-        "updates_estimated": energy.updates_estimated(fp32, quantized, recipe.steps) if own else None,
-        "updates_actual": (fp32 + latent) * recipe.steps + flips,
+        "updates_estimated": energy.updates_estimated(fp32, quantized, steps) if own else None,
+        "updates_actual": (fp32 + latent) * steps + flips,
         "energy_estimate_j": joules if own else None,
-        "wall_s": seconds, "device": device_name(on), "torch": torch.__version__, "commit": commit(),
-        "config": dataclasses.asdict(recipe),
     }
 
 
 def stored_bytes(model: nn.Module) -> int:
+    """Bytes of all weights on the grid, gft's and the baselines'."""
     layers = [*quantized_layers(model).values(), *baselines.grid_layers(model)]
     return sum(layer.weight.numel() * layer.weight.element_size() for layer in layers)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from gft.lab.bench.rows import Row, allocated, forget_peak, peak, seconds, tell
+from gft.lab import figures
+from gft.lab.bench.rows import Row, allocated, forget_peak, peak, say, seconds
 from gft.lab.bench.steps import Work, trainer
 from gft.lab.models import DNN
 
@@ -42,7 +43,7 @@ def points(device: torch.device, widths: Sequence[int], tokens: int) -> Iterator
         forget_peak(device)  # the floats it was drawn in, too
         (took,) = seconds(step, device=device, rounds=5)
         point = Point(width, took / tokens, peak(device) - others)
-        tell(f"  width {width}: {point.seconds * 1e9:.4g} ns a token"
+        say(f"  width {width}: {point.seconds * 1e9:.4g} ns a token"
              + (f", peak {point.bytes / 1e9:.3g} GB" if point.bytes else ""))
         del step
         yield point
@@ -72,29 +73,21 @@ def plot(measured: Sequence[Point], tokens: int, files: Sequence[Path]) -> None:
     """Time a token, and memory where it was measured, against the weights; a line each for growth as the weights grow."""
     if not files:
         return
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = figures.pyplot()
     curves = {"time a token, ns": [point.seconds * 1e9 for point in measured]}
     if all(point.bytes for point in measured):
         curves["peak memory, GB"] = [point.bytes / 1e9 for point in measured]
     weights = [point.weights for point in measured]
-    with matplotlib.rc_context({"svg.hashsalt": "gft"}):  # equal points give equal files
-        figure, axes = plt.subplots(1, len(curves), figsize=(4.6 * len(curves), 3.8), squeeze=False, layout="constrained")
-        for one, (name, values) in zip(axes[0], curves.items(), strict=True):
-            one.plot(weights, [values[-1] * count / weights[-1] for count in weights], color="#999999", linestyle="--",
-                     linewidth=1.2, label="linear in weights")
-            one.plot(weights, values, color="#D55E00", marker="o", markersize=4, linewidth=1.6, label="measured")
-            for point, value in zip(measured, values, strict=True):
-                one.annotate(str(point.width), (point.weights, value), (5, -10), textcoords="offset points", fontsize=8)
-            one.set(xscale="log", yscale="log", xlabel="weights (points: the width)", ylabel=name)
-            one.margins(x=0.12)
-            one.grid(alpha=0.25, which="both")
-            one.legend(frameon=False, fontsize=8, loc="upper left")
-        figure.suptitle(f"DNN of {DEPTH} layers, packed 2 bit, {tokens} tokens a step", fontsize=10)
-        for file in files:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(file, dpi=160, metadata={"Date": None} if file.suffix == ".svg" else None)
-        plt.close(figure)
+    figure, axes = plt.subplots(1, len(curves), figsize=(4.6 * len(curves), 3.8), squeeze=False, layout="constrained")
+    for one, (name, values) in zip(axes[0], curves.items(), strict=True):
+        one.plot(weights, [values[-1] * count / weights[-1] for count in weights], color="#999999", linestyle="--",
+                 linewidth=1.2, label="linear in weights")
+        one.plot(weights, values, color="#D55E00", marker="o", markersize=4, linewidth=1.6, label="measured")
+        for point, value in zip(measured, values, strict=True):
+            one.annotate(str(point.width), (point.weights, value), (5, -10), textcoords="offset points", fontsize=8)
+        one.set(xscale="log", yscale="log", xlabel="weights (points: the width)", ylabel=name)
+        one.margins(x=0.12)
+        one.grid(alpha=0.25, which="both")
+        one.legend(frameon=False, fontsize=8, loc="upper left")
+    figure.suptitle(f"DNN of {DEPTH} layers, packed 2 bit, {tokens} tokens a step", fontsize=10)
+    figures.save(figure, files)

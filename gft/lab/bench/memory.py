@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import gft
-from gft.lab.bench.rows import Row, allocated, forget_peak, peak, stored, tell, wait
-from gft.vote import CODES
+from gft.lab.bench.rows import Row, allocated, forget_peak, peak, say, stored, wait
+from gft.lab.inside import votes_of
+from gft.layers import quantized_layers
+from gft.votes import Int4, Int8, Sign, Ternary
 
 STEPS = 3
 TOKENS = 32  # so few that activations come to next to nothing beside weights
@@ -54,7 +56,7 @@ def measure(build: Callable[[int], Stack],  # of a depth
 def counted(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Bytes of the weights, and of what is held of them between backward and step: gradients or votes, and state."""
     weights = list(model.parameters())
-    votes = [vars(weight.ballot) for weight in weights if hasattr(weight, "ballot")]  # type: ignore[attr-defined]
+    votes = [votes_of(layer) for layer in quantized_layers(model).values()]
     return stored([weights, [weight.grad for weight in weights], votes, list(optimizer.state.values())])
 
 
@@ -110,7 +112,7 @@ def weights(device: torch.device, small: bool = False) -> Iterator[Row]:
         return model, AdamW8bit(model.parameters(), bf16_stochastic_round=True)
 
     peers = {"AdamW fp32": measure(adamw, width, device, float32).a_weight}
-    tell(f"  AdamW fp32: {peers['AdamW fp32']:.3f} B a weight")
+    say(f"  AdamW fp32: {peers['AdamW fp32']:.3f} B a weight")
     try:
         peers["AdamW8bit, bf16 weights"] = measure(adamw8, width, device, half).a_weight
     except ImportError:
@@ -122,7 +124,7 @@ def weights(device: torch.device, small: bool = False) -> Iterator[Row]:
     for bits, with_memory, bar in ((2, False, 0.30), (4, False, 0.55), (4, True, 1.05)):
         took = measure(ours(bits, with_memory), width, device, dtype)
         form = f"{bits} bit, {'with memory' if with_memory else 'packed'}"
-        tell(f"  {form}: {took.a_weight:.3f} B a weight")
+        say(f"  {form}: {took.a_weight:.3f} B a weight")
         for name, peer in peers.items():
             yield Row("memory", f"a weight, {form}, layers of {width}×{width}, {how}", took.a_weight, peer, "B", name,
                       took.a_weight / peer, f"ours at most {bar:.2f}", took.a_weight <= bar)
@@ -156,11 +158,12 @@ def saved(device: torch.device, small: bool = False) -> Iterator[Row]:
     x = torch.randn(tokens, width, device=device, dtype=torch.bfloat16, requires_grad=True)
     linear = nn.Linear(width, width, bias=False, device=device, dtype=torch.bfloat16)
     peer = bytes_saved(linear, x) / x.numel()
-    for vote, code in CODES.items():
+    for name, vote in (("sign", Sign()), ("ternary", Ternary()), ("int4", Int4()), ("int8", Int8())):
         layer = gft.QuantLinear(width, width, 2, memory=False, device=device)
-        gft.GFT(gft.quantized(layer), vote=vote)
-        ours, bar = bytes_saved(layer, x), code.bits / 8
+        optimizer = gft.GFT(gft.quantized(layer), vote=vote)
+        ours, bar = bytes_saved(layer, x), vote.bits / 8
+        del optimizer  # which the votes belong to
         # The features' mean squares go with x: 4 B a feature, not an element.
-        yield Row("memory", f"an element of x kept for backward, votes {vote}", ours / x.numel(), peer, "B",
+        yield Row("memory", f"an element of x kept for backward, votes {name}", ours / x.numel(), peer, "B",
                   "nn.Linear bf16", ours / x.numel() / peer, f"ours at most {bar:g} and 4 B a feature",
                   ours <= bar * x.numel() + 4 * width)

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from gft.files import make_folder
 from gft.lab.baselines import tensors_in
-from gft.lab.runs import commit, device_name
+from gft.lab.provenance import commit, device_name
 
 ROUNDS = 7
 REPEATS = 10  # of something short in one timing, so that waiting for the last does not count
@@ -35,8 +36,8 @@ class Row:
 # ---------------------------------------------------------------------------------------------------- measuring
 
 
-def tell(text: str) -> None:
-    """Say at once how far a long benchmark has come."""
+def say(text: str) -> None:
+    """Print at once how far a long benchmark has come."""
     print(text, flush=True)
 
 
@@ -119,10 +120,10 @@ def append(rows: Sequence[Row], file: Path, device: torch.device) -> None:
     """Add the rows to a CSV file, each with commit, device and versions."""
     about = {"commit": commit(), "device": device_name(device), "torch": torch.__version__,
              "date": time.strftime("%Y-%m-%d")}
-    file.parent.mkdir(parents=True, exist_ok=True)
-    fresh = not file.exists()
+    make_folder(file.parent)
+    is_new = not file.exists()
     with open(file, "a", newline="") as out:
         writer = csv.DictWriter(out, [field.name for field in fields(Row)] + list(about))
-        if fresh:
+        if is_new:
             writer.writeheader()
         writer.writerows({**asdict(row), **about} for row in rows)

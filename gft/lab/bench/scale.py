@@ -19,19 +19,21 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import skip_init
 from torch.utils.checkpoint import checkpoint
 
 import gft
-from gft.grid import scale_for
+from gft.initialize import scale_for
 from gft.lab import data as datasets
-from gft.lab.bench.rows import Row, allocated, forget_peak, peak, seconds, stored, tell, wait
+from gft.lab.bench.rows import Row, allocated, forget_peak, peak, say, seconds, stored, wait
+from gft.lab.inside import weights_of
 from gft.lab.models import GPT
 from gft.layers import quantized_layers
-from gft.vote import tally
+from gft.votes import count_votes
 
 DRAWN_AT_ONCE = 1 << 26  # levels drawn at once: 256 MB of floats
 HEAD = 128  # features of an attention head
-WARM_UP = 5  # steps in which the rates rise: votes of a fresh network agree more than later ones
+WARM_UP = 5  # steps in which the rates rise: votes of an untrained network agree more than later ones
 REFERENCE_WIDTH = 128  # at which the head's rate is the other dense parts'
 SECONDS_IN_ALL = 150.0
 GB = 1e9
@@ -97,7 +99,8 @@ def draw_(layer: gft.QuantLinear, gain: float) -> None:
     at_once = max(1, DRAWN_AT_ONCE // layer.in_features)
     for start in range(0, layer.out_features, at_once):
         rows = layer.weight[start : start + at_once]
-        rows.copy_(layer.grid.store_nearest(torch.randn(len(rows), layer.in_features, device=rows.device) * (std / scale)))
+        drawn = torch.randn(len(rows), layer.in_features, device=rows.device)
+        rows.copy_(layer.storage.store_nearest(drawn * (std / scale)))
     layer.scale.fill_(scale)
 
 
@@ -106,8 +109,8 @@ def build(size: Size, vocabulary: int, device: torch.device) -> GPT:
     with torch.device("meta"):
         model = GPT(vocabulary, size.context, size.width, size.depth, max(1, size.width // HEAD))
     for name, linear in [(name, module) for name, module in model.blocks.named_modules() if isinstance(module, nn.Linear)]:
-        layer = gft.QuantLinear(linear.in_features, linear.out_features, size.bits, memory=False, init="unset",
-                                device=device)
+        layer = skip_init(gft.QuantLinear, linear.in_features, linear.out_features, size.bits, memory=False, device=device)
+        assert isinstance(layer, gft.QuantLinear)
         # What is added to the residual stream starts smaller, the more layers add to it.
         draw_(layer, (2 * size.depth) ** -0.5 if name.endswith((".out", ".down")) else 1.0)
         parent, _, child = name.rpartition(".")
@@ -137,8 +140,8 @@ def optimizers(model: GPT, size: Size, seed: int = 0) -> gft.Hybrid:
 
 
 @dataclass
-class Told:
-    """What some steps came to."""
+class Trained:
+    """What some training steps came to."""
 
     losses: list[float] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
@@ -146,10 +149,10 @@ class Told:
     peak: int = 0  # bytes in all
 
 
-def train(model: GPT, optimizer: gft.Hybrid, size: Size, device: torch.device, seed: int = 0) -> Told:
-    """Steps on the verses, told as they go."""
+def train(model: GPT, optimizer: gft.Hybrid, size: Size, device: torch.device, seed: int = 0) -> Trained:
+    """Some steps on the verses, printed as they go."""
     text = datasets.load("verses", size.context).to(device)
-    told, rates = Told(), [group["lr"] for group in optimizer.param_groups]
+    trained, rates = Trained(), [group["lr"] for group in optimizer.param_groups]
     for number, (x, y) in enumerate(islice(text.batches(size.sequences, seed), size.steps)):
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * min(1.0, (number + 1) / WARM_UP)
@@ -158,18 +161,18 @@ def train(model: GPT, optimizer: gft.Hybrid, size: Size, device: torch.device, s
         with torch.autocast(device.type, torch.bfloat16) if device.type == "cuda" else nullcontext():
             logits = model(x)
         loss = F.cross_entropy(logits.float().flatten(0, -2), y.flatten())
-        told.activations = max(told.activations, allocated(device) - before)
+        trained.activations = max(trained.activations, allocated(device) - before)
         optimizer.zero_grad(); loss.backward(); optimizer.step()
-        told.losses.append(float(loss.detach()))
+        trained.losses.append(float(loss.detach()))
         wait(device)
-        told.times.append(time.perf_counter() - start)
-        told.peak = peak(device)
-        tell(f"  step {len(told.losses)} of {size.steps}: loss {told.losses[-1]:.3f}, {told.times[-1]:.2f} s"
-             + (f", peak {told.peak / GB:.1f} GB" if told.peak else ""))
-    return told
+        trained.times.append(time.perf_counter() - start)
+        trained.peak = peak(device)
+        say(f"  step {len(trained.losses)} of {size.steps}: loss {trained.losses[-1]:.3f}, {trained.times[-1]:.2f} s"
+             + (f", peak {trained.peak / GB:.1f} GB" if trained.peak else ""))
+    return trained
 
 
-# What a step moves of one weight: its packed level made float for forward, for forward again and for delta_x; its votes
+# What a step moves of one weight: its packed level made float for forward, for forward again and for grad_input; its votes
 # written, and read for their squares and for the move; its level read and written.
 BYTES_MOVED = 3 * (0.25 + 2) + 3 * 4 + 2 * 0.25
 
@@ -182,15 +185,15 @@ def least_seconds(size: Size, device: torch.device) -> float:
     x = torch.randn(size.tokens, size.width, dtype=dtype, device=device)
     matrix = torch.randn(size.width, 4 * size.width, dtype=dtype, device=device)
     small_x = torch.randint(-127, 128, (size.width, size.tokens), dtype=torch.int8, device=device).t()
-    small_delta = torch.randint(-127, 128, (4 * size.width, size.tokens), dtype=torch.int8, device=device).t()
+    small_grad = torch.randint(-127, 128, (4 * size.width, size.tokens), dtype=torch.int8, device=device).t()
     copied = torch.empty_like(matrix)
-    product, tallied, copy = seconds(lambda: x @ matrix, lambda: tally(small_x, small_delta, 127),
+    product, counted, copy = seconds(lambda: x @ matrix, lambda: count_votes(small_x, small_grad, 127),
                                      lambda: copied.copy_(matrix), device=device, rounds=3)
     operations = 2 * size.tokens * size.largest_matrix
     bytes_a_second = 2 * matrix.numel() * matrix.element_size() / copy
-    tell(f"  this device: {operations / product / 1e12:.4g} Tflop/s, int8 {operations / tallied / 1e12:.4g} Top/s, "
+    say(f"  this device: {operations / product / 1e12:.4g} Tflop/s, int8 {operations / counted / 1e12:.4g} Top/s, "
          f"{bytes_a_second / 1e9:.4g} GB/s")
-    return size.parameters * ((3 * product + tallied) / size.largest_matrix + BYTES_MOVED / bytes_a_second)
+    return size.parameters * ((3 * product + counted) / size.largest_matrix + BYTES_MOVED / bytes_a_second)
 
 
 def scale(device: torch.device, small: bool = False, billions: float = 100.0, width: int = 16384, seed: int = 0,
@@ -199,7 +202,7 @@ def scale(device: torch.device, small: bool = False, billions: float = 100.0, wi
     begun = time.perf_counter()
     size = replace(SMALL, **changes) if small else size_for(billions, width, **changes)
     asked = size.parameters if small else billions * 1e9
-    tell(f"  width {size.width}, {size.depth} blocks, {size.parameters:,} weights of {size.bits} bits, "
+    say(f"  width {size.width}, {size.depth} blocks, {size.parameters:,} weights of {size.bits} bits, "
          f"{size.tokens} tokens a step")
     least = least_seconds(size, device)
     forget_peak(device)
@@ -209,28 +212,29 @@ def scale(device: torch.device, small: bool = False, billions: float = 100.0, wi
     optimizer = optimizers(model, size, seed)
     wait(device)
     forget_peak(device)  # what was drawn, too
-    tell(f"  built in {time.perf_counter() - begun:.1f} s")
-    told = train(model, optimizer, size, device, seed)
+    say(f"  built in {time.perf_counter() - begun:.1f} s")
+    trained = train(model, optimizer, size, device, seed)
     in_all = time.perf_counter() - begun
 
-    parameters = sum(math.prod(layer.float_shape) for layer in quantized_layers(model).values())
+    parameters = sum(map(weights_of, quantized_layers(model).values()))
     yield Row("scale", "quantized parameters", parameters / 1e9, asked / 1e9, "e9", "asked for", parameters / asked,
               "at least 1", parameters >= asked)
-    last = statistics.fmean(told.losses[-max(1, size.steps // 4):])
+    last = statistics.fmean(trained.losses[-max(1, size.steps // 4):])
     gft_part = optimizer.optimizers[0]
     assert isinstance(gft_part, gft.GFT)
     moves = gft_part.flips() / parameters
-    yield Row("scale", f"loss, last quarter of {size.steps} steps, {moves:.3g} moves a weight", last, told.losses[0], "nats",
-              "the first step", last / told.losses[0], "at most 0.9", last <= 0.9 * told.losses[0])
-    yield from _memory_rows(model, optimizer, size, told, others, device)
-    taken = statistics.median(told.times[1:] or told.times)  # the first step compiles
+    first = trained.losses[0]
+    yield Row("scale", f"loss, last quarter of {size.steps} steps, {moves:.3g} moves a weight", last, first, "nats",
+              "the first step", last / first, "at most 0.9", last <= 0.9 * first)
+    yield from _memory_rows(model, optimizer, size, trained, others, device)
+    taken = statistics.median(trained.times[1:] or trained.times)  # the first step compiles
     yield Row("scale", "time a step", taken, least, "s", "its arithmetic at measured rates", taken / least, "at most 3",
               taken <= 3 * least)
     yield Row("scale", "time in all, building included", in_all, SECONDS_IN_ALL, "s", "allowed", in_all / SECONDS_IN_ALL,
               "at most 1", in_all <= SECONDS_IN_ALL)
 
 
-def _memory_rows(model: GPT, optimizer: gft.Hybrid, size: Size, told: Told, others: int,
+def _memory_rows(model: GPT, optimizer: gft.Hybrid, size: Size, trained: Trained, others: int,
                  device: torch.device) -> Iterator[Row]:
     """Weights and dense parts by their storages; the rest as a GPU's allocator counted it."""
 
@@ -239,15 +243,15 @@ def _memory_rows(model: GPT, optimizer: gft.Hybrid, size: Size, told: Told, othe
                    held <= bar * peer)
 
     dense = gft.dense(model)
-    trained = stored([[parameter, parameter.grad, optimizer.state[parameter]] for parameter in dense])
+    in_training = stored([[parameter, parameter.grad, optimizer.state[parameter]] for parameter in dense])
     weights = stored(gft.quantized(model))
     numbers = sum(parameter.numel() for parameter in dense)
     yield row("packed weights", weights, size.parameters * size.bits / 8, f"{size.bits} bits each", 1.0)
-    yield row("dense parts, gradients and AdamW", trained, 16 * numbers, "16 B each", 1.01)
+    yield row("dense parts, gradients and AdamW", in_training, 16 * numbers, "16 B each", 1.01)
     if device.type == "cuda":
-        held = told.peak - others
-        yield row("activations between forward and backward", told.activations, size.depth * size.tokens * size.width * 4,
+        held = trained.peak - others
+        yield row("activations between forward and backward", trained.activations, size.depth * size.tokens * size.width * 4,
                   "the stream once a block", 1.2)
-        yield row("scratch", held - weights - trained - told.activations, 6 * size.largest_matrix,
+        yield row("scratch", held - weights - in_training - trained.activations, 6 * size.largest_matrix,
                   "one matrix's bf16 levels and int32 votes", 1.5)
         yield row("peak", held, torch.cuda.get_device_properties(device).total_memory, "the card", 1.0)

@@ -45,7 +45,8 @@ def works(small: bool = False) -> list[Work]:
         Work("nanoGPT, Hybrid-2", lambda: GPT(65, context, wide, 2 if small else 6, 2 if small else 6),
              lambda module, name: name.startswith("blocks."),
              lambda device: (characters(device), characters(device)), 1.1),
-        Work("ViT 28×28, Hybrid-2", lambda: ViT(1, 28, 10, 4, 32 if small else 512, 2 if small else 12, 2 if small else 8),
+        Work("ViT 28×28, Hybrid-2",
+             lambda: ViT((1, 28, 28), 10, 4, 32 if small else 512, 2 if small else 12, 2 if small else 8),
              lambda module, name: name.startswith("blocks."),
              lambda device: (torch.randn(images, 1, 28, 28, device=device), _labels(images)(device)), 1.1),
     ]

@@ -116,7 +116,7 @@ def middle(images: Tensor,  # (n, channels, height, width) float
 def recoloured(images: Tensor,   # (n, channels, height, width) float, of mean 0 and deviation 1 per channel
                changes: Tensor,  # (3, n) from -1 to 1: brightness, contrast, saturation
                ) -> Tensor:
-    """Lighter or darker, more or less apart from its own mean, more or less apart from grey."""
+    """Colour jitter: brightness, contrast (distance from the image's mean) and saturation (distance from grey)."""
     brightness, contrast, saturation = (MOST_COLOUR * changes)[:, :, None, None, None]
     mean = images.mean((1, 2, 3), keepdim=True)
     images = mean + (1 + contrast) * (images - mean) + brightness
@@ -144,7 +144,7 @@ def mixed(images: Tensor,  # (n, channels, height, width)
           shares: Tensor,  # (n, classes) of each class in each image
           boxes: Tensor,   # (n, 4)
           ) -> tuple[Tensor, Tensor]:
-    """In its box each image shows the one before it in the batch, and its classes' shares are as their areas are."""
+    """CutMix: in its box each image shows the one before it in the batch, and its labels are mixed as their areas are."""
     top, bottom, left, right = boxes.t()[:, :, None]
     y, x = (torch.arange(size, device=images.device) for size in images.shape[2:])
     inside = ((top <= y) & (y < bottom))[:, :, None] & ((left <= x) & (x < right))[:, None, :]
@@ -163,7 +163,7 @@ def blended(images: Tensor,  # (n, channels, height, width)
             shares: Tensor,  # (n, classes) of each class in each image
             kept: Tensor,    # (n,)
             ) -> tuple[Tensor, Tensor]:
-    """Through each image shines the one two before it in the batch, as through its classes' shares: mixup (Zhang et al.
-    2018). The one before it may have a piece in it already."""
+    """Mixup (Zhang et al. 2018): each image and its labels are blended with those two before it in the batch. The one before
+    it may have a piece in it already."""
     return (torch.lerp(images.roll(2, 0), images, kept[:, None, None, None]),
             torch.lerp(shares.roll(2, 0), shares, kept[:, None]))

@@ -11,8 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from gft.errors import UsageError
 
-class DataError(ValueError):
+
+class DataError(UsageError):
     """A data set that is missing or damaged, and what to do."""
 
 
@@ -59,6 +61,15 @@ def _may_write(folder: Path) -> bool:
     whose mode forbids writing to all was meant to stay as it is."""
     there = next(place for place in (folder, *folder.parents) if place.exists())
     return there.is_dir() and bool(there.stat().st_mode & 0o222) and os.access(there, os.W_OK)
+
+
+def content_of(path: Path) -> bytes:
+    """The bytes of a file of data."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}); allow reading it, or set GFT_DATA to another folder"
+                        ) from error
 
 
 def retrieve(what: str, file: Source, mirrors: Iterable[str], folder: Path, progress: bool, mend: str) -> Path:

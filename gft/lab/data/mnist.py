@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gft.lab.data.dataset import Dataset
-from gft.lab.data.folder import DataError, Source, data_folder, retrieve
+from gft.lab.data.folder import DataError, Source, content_of, data_folder, retrieve
 
 MNIST_FILES = (
     Source("train-images-idx3-ubyte.gz", "f68b3c2dcbeaaa9fbdd348bbdeb94873"),
@@ -51,7 +51,7 @@ def _read_idx(path: Path, md5: str) -> np.ndarray:
 
     if path.suffix == ".gz" and pooch.file_hash(str(path), alg="md5") != md5:
         raise DataError(f"{path} is damaged (its checksum is not MNIST's); delete it and run: gft data fetch mnist")
-    raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    raw = gzip.decompress(content_of(path)) if path.suffix == ".gz" else content_of(path)
     if len(raw) < 4 or raw[2] != 8:
         raise DataError(f"{path} is not an idx file of bytes; delete it and run: gft data fetch mnist")
     shape = np.frombuffer(raw, ">i4", raw[3], 4)

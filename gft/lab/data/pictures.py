@@ -20,6 +20,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 
@@ -27,7 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gft.lab.data.folder import DataError, cache_folders, writable_cache
+from gft.files import written_atomically
+from gft.lab.data.folder import DataError, cache_folders, content_of, writable_cache
 
 # A name that begins with a dot is no picture but what some systems leave beside one.
 PICTURE = re.compile(r"(?:^|/)(?P<split>train|val)/n\d+/[^/.][^/]*\.(?i:jpe?g|png|webp)$")
@@ -109,21 +111,16 @@ def _make(source: Path, size: int, files: dict[str, Path]) -> None:
                         "folder on another disk")
     print(f"Decoding {total:,} images of {source} to {size}×{size}, once; kept in {folder} ({needed / 1e9:.2f} GB)",
           file=sys.stderr)
-    unfinished = {split: file.with_name(f".{file.name}.{os.getpid()}.unfinished") for split, file in files.items()}
-    try:
+    with ExitStack() as both:
         rows: dict[str, np.ndarray] = {}
         for split, some in names.items():
-            flat = np.lib.format.open_memmap(unfinished[split], "w+", np.uint8, (len(some) * (3 * size * size + 1),))
+            unfinished = both.enter_context(written_atomically(files[split]))
+            flat = np.lib.format.open_memmap(unfinished, "w+", np.uint8, (len(some) * (3 * size * size + 1),))
             flat[-len(some) :] = labels[split]
             rows |= zip(some, flat[: -len(some)].reshape(-1, 3, size, size), strict=True)
             del flat  # only the rows hold the map open now
         _decode_all(source, rows, size)
         rows.clear()
-        for split, file in files.items():
-            os.replace(unfinished[split], file)
-    finally:
-        for path in unfinished.values():
-            path.unlink(missing_ok=True)
 
 
 def _labels(source: Path, names: dict[str, list[str]]) -> dict[str, list[int]]:
@@ -152,19 +149,19 @@ def _decode_all(source: Path, rows: dict[str, np.ndarray], size: int) -> None:
                             "the set again") from error
 
     pictures = _read(source, rows)
-    done, told = 0, time.monotonic()
+    done, reported = 0, time.monotonic()
     with ThreadPoolExecutor(workers) as pool:
         while some := list(islice(pictures, 16 * workers)):  # no more than this wait in memory
             done += len(list(pool.map(fill, some)))
-            if time.monotonic() - told > SECONDS_BETWEEN_REPORTS:
-                told = time.monotonic()
+            if time.monotonic() - reported > SECONDS_BETWEEN_REPORTS:
+                reported = time.monotonic()
                 print(f"  {done:,} of {len(rows):,}", file=sys.stderr)
     assert done >= len(rows)  # more, if an archive holds a name twice
 
 
 def _read(source: Path, wanted: dict[str, np.ndarray]) -> Iterator[tuple[str, bytes]]:
     if source.is_dir():
-        yield from ((name, (source / name).read_bytes()) for name in wanted)
+        yield from ((name, content_of(source / name)) for name in wanted)
     else:
         yield from (item for item in _archive(source) if item[0] in wanted)
 

@@ -5,6 +5,8 @@ from itertools import pairwise
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gft.errors import UsageError
+
 
 class RMSNorm(nn.Module):
     """x / rms(x), with nothing to learn: "Quantized" networks have no float parameter at all."""
@@ -34,7 +36,7 @@ class DNN(nn.Module):
                  activation: str = "relu", dropout: float = 0.0, input_dropout: float = 0.0) -> None:
         super().__init__()
         if depth < 2:
-            raise ValueError(f"depth={depth}: the network needs at least an input and an output layer, 2")
+            raise UsageError(f"depth={depth}: the network needs at least an input and an output layer, 2")
         sizes = [inputs, *[width] * (depth - 1), classes]
         self.layers = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in pairwise(sizes))
         for layer in self.layers:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from gft.errors import UsageError
 from gft.lab.models.transformer import Block
 
 
@@ -42,7 +43,7 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         length = tokens.shape[1]
         if length > self.context:
-            raise ValueError(f"{length} tokens are more than this model's context of {self.context}; crop them")
+            raise UsageError(f"{length} tokens are more than this model's context of {self.context}; crop them")
         x = self.dropout(self.tokens(tokens) + self.positions(torch.arange(length, device=tokens.device)))
         for block in self.blocks:
             x = block(x)

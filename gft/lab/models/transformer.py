@@ -15,12 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gft.errors import UsageError
+
 
 class Attention(nn.Module):
     def __init__(self, width: int, heads: int, bias: bool, causal: bool, dropout: float) -> None:
         super().__init__()
         if width % heads:
-            raise ValueError(f"width={width} is not divisible by heads={heads}; choose heads that divide it")
+            raise UsageError(f"width={width} is not divisible by heads={heads}; choose heads that divide it")
         self.heads, self.causal, self.dropout = heads, causal, dropout
         self.qkv = nn.Linear(width, 3 * width, bias)
         self.out = nn.Linear(width, width, bias)

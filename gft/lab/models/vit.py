@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from gft.errors import UsageError
 from gft.lab.models.transformer import Block
 
 POSITIONS = ("random", "waves")
@@ -19,22 +20,21 @@ class ViT(nn.Module):
     The paper's "ViT-Lx16" has 37,869,578 parameters on 28×28 with patch 4, and 38,329,866 on 224×224 with patch 16; its
     quantized layers have no bias (`gft.quantize_(..., bias=False)`).
 
-    patch_dropout: the share of an image's patches that a training step leaves out, other ones each time (PatchDropout, Liu
-        et al. 2022): it costs that much less, and many cheap steps teach more than few dear ones where images are few.
-        `see_whole_images` ends it, so that the last steps see images as evaluation does.
     positions: what the learned positions start as, "random" or "waves" (`waves`).
     """
 
-    def __init__(self, channels: int, size: int, classes: int, patch: int = 16, width: int = 512, depth: int = 12,
-                 heads: int = 8, dropout: float = 0.0, patch_dropout: float = 0.0, positions: str = "random") -> None:
+    def __init__(self, shape: tuple[int, ...],  # (channels, size, size) of an image
+                 classes: int, patch: int = 16, width: int = 512, depth: int = 12, heads: int = 8, dropout: float = 0.0,
+                 positions: str = "random") -> None:
         super().__init__()
+        channels, size, _ = shape
         if size % patch:
-            raise ValueError(f"patch={patch} does not divide the image size {size}; choose one that does")
+            raise UsageError(f"patch={patch} does not divide the image size {size}; choose one that does")
         if positions not in POSITIONS:
-            raise ValueError(f"positions={positions!r}: choose one of {', '.join(POSITIONS)}")
+            raise UsageError(f"positions={positions!r}: choose one of {', '.join(POSITIONS)}")
         self.side = side = size // patch
         patches = side**2
-        self.seen_in_training = max(1, round(patches * (1 - patch_dropout)))
+        self.seen_in_training = patches
         self.patches = nn.Linear(channels * patch**2, width)
         self.class_token = nn.Parameter(torch.zeros(1, 1, width))
         start = torch.randn(1, patches + 1, width) * POSITIONS_RMS
@@ -51,9 +51,11 @@ class ViT(nn.Module):
                 nn.init.zeros_(module.bias)
         nn.init.zeros_(self.head.weight)  # every class equally likely at first
 
-    def see_whole_images(self) -> None:
-        """From now on training leaves no patch out."""
-        self.seen_in_training = self.side**2
+    def drop_patches(self, share: float) -> None:
+        """From now on training leaves out this share of an image's patches, other ones each time; at 0 none (PatchDropout,
+        Liu et al. 2022). A step costs that much less, and many cheap steps teach more than few dear ones where images are
+        few. The last steps should leave none out, so that they see images as evaluation does."""
+        self.seen_in_training = max(1, round(self.side**2 * (1 - share)))
 
     @property
     def sees_whole_images(self) -> bool:
@@ -92,7 +94,7 @@ def waves(side: int, width: int) -> Tensor:  # (side², width)
     Neighbours look alike from the start, so that few images need not teach where the patches are.
     """
     if width % 4:
-        raise ValueError(f"positions=waves needs a width that 4 divides, not {width}; choose another, or positions=random")
+        raise UsageError(f"positions=waves needs a width that 4 divides, not {width}; choose another, or positions=random")
     speed = 10000 ** -torch.linspace(0, 1, width // 4)
     angle = torch.arange(side)[:, None] * speed  # (side, width / 4)
     along = torch.cat([angle.sin(), angle.cos()], 1)  # (side, width / 2)

@@ -1,0 +1,95 @@
+"""Hybrid: several optimizers as one, for schedulers, trainers and loops that take a single optimizer."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gft.errors import UsageError, UsageTypeError
+from gft.layers import layer_of
+from gft.optim import GFT
+
+
+class Hybrid(Optimizer):
+    """Joins gft.GFT, which trains the integer weights, with any torch optimizers for the rest.
+
+    Its `param_groups` are the groups of its parts, the same dicts in the same order, so a scheduler set on it drives
+    every part's "lr".
+    """
+
+    optimizers: tuple[Optimizer, ...]
+
+    def __init__(self, *optimizers: Optimizer) -> None:
+        if not optimizers:
+            raise UsageError("Hybrid joins optimizers; give at least one")
+        owners: dict[int, Optimizer] = {}
+        for optimizer in optimizers:
+            if not isinstance(optimizer, Optimizer):
+                raise UsageTypeError(f"Hybrid joins torch optimizers, not {type(optimizer).__name__}")
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                if layer_of(parameter) is not None and not isinstance(optimizer, GFT):
+                    raise UsageError(f"{type(optimizer).__name__} was given a quantized weight, which only gft.GFT can "
+                                     "train; give it gft.dense(model) instead of model.parameters()")
+                if owners.setdefault(id(parameter), optimizer) is not optimizer:
+                    raise UsageError(f"{type(owners[id(parameter)]).__name__} and {type(optimizer).__name__} share a "
+                                     "parameter; give each parameter to one optimizer")
+        # What an Optimizer has beyond its groups (hooks, the profiled step) is set up by its unpickling path.
+        self.__setstate__({"defaults": {}, "optimizers": optimizers})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"defaults": self.defaults, "optimizers": self.optimizers}
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    @property
+    def state(self) -> dict[Tensor, Any]:  # type: ignore[override]
+        return {parameter: state for optimizer in self.optimizers for parameter, state in optimizer.state.items()}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Quantized weights go to the GFT part, others to the first part that is not one."""
+        params = param_group["params"]
+        params = [params] if isinstance(params, Tensor) else list(params)
+        param_group = {**param_group, "params": params}
+        first = params[0][1] if isinstance(params[0], tuple) else params[0]
+        wants_gft = layer_of(first) is not None
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, GFT) == wants_gft:
+                return optimizer.add_param_group(param_group)
+        raise UsageError(f"no part of this Hybrid takes {'quantized' if wants_gft else 'dense'} parameters")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for optimizer in self.optimizers:  # before any part has moved
+            if isinstance(optimizer, GFT):
+                optimizer.check()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+        """Take over what `state_dict` gave. Nothing is changed if a part refuses its own."""
+        parts = state_dict.get("optimizers")
+        if parts is None or len(parts) != len(self.optimizers):
+            raise UsageError(f"this state_dict is not of a Hybrid of {len(self.optimizers)} optimizers")
+        before = [optimizer.state_dict() for optimizer in self.optimizers]
+        try:
+            for optimizer, part in zip(self.optimizers, parts, strict=True):
+                optimizer.load_state_dict(part)
+        except ValueError:
+            for optimizer, part in zip(self.optimizers, before, strict=True):
+                optimizer.load_state_dict(part)
+            raise

@@ -1,0 +1,286 @@
+"""A recipe: one experiment as a typed value that checks itself, in five parts.
+
+    recipe.data        what is learnt, in which batches, and what of it is evaluated
+    recipe.model       the network
+    recipe.integers    which of its weights are integers, how they are stored, and how they learn
+    recipe.dense       how all other parameters learn: AdamW
+    recipe.schedule    for how many steps, and how the learning rates rise and fall
+
+`gft train NAME --set integers.lr=0.2 --set width=64` changes fields of a recipe (`Recipe.changed`).
+"""
+
+import dataclasses
+import difflib
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from gft.errors import UsageError
+from gft.lab import baselines
+from gft.lab import data as datasets
+from gft.lab.models.dnn import ACTIVATIONS, NORMS
+from gft.lab.models.vit import POSITIONS
+
+LAYERS = ("none", "hidden", "all", "mlp", "blocks")
+
+
+def _choose(part: Any, **choices: Sequence[Any]) -> None:
+    for key, allowed in choices.items():
+        if getattr(part, key) not in allowed:
+            raise UsageError(f"{key}={getattr(part, key)!r}: choose one of {', '.join(map(str, allowed))}")
+
+
+def _at_least(part: Any, **least: float) -> None:
+    for key, bound in least.items():
+        value = getattr(part, key)
+        if value is not None and not value >= bound:
+            raise UsageError(f"{key}={value}: give at least {bound:g}")
+
+
+def _shares(part: Any, *keys: str) -> None:
+    for key in keys:
+        value = getattr(part, key)
+        if value is not None and not 0 <= value < 1:
+            raise UsageError(f"{key}={value}: give a number from 0 up to, but not including, 1")
+
+
+# ---------------------------------------------------------------------------------------------------- the parts
+
+
+@dataclass(frozen=True)
+class Data:
+    """What is learnt: a data set (gft data list), its batches, and how it is evaluated."""
+
+    name: str = "mnist"
+    augment: str = "none"  # of the training images (data/augment.py)
+    batch: int = 256
+    label_smoothing: float = 0.0
+    eval_batch: int = 2000
+    eval_crop: float = 1.0  # vit: the middle of each image that is evaluated, as a share of its side; 1 is all of it
+
+    def __post_init__(self) -> None:
+        datasets.check(self.name)
+        _choose(self, augment=datasets.AUGMENT)
+        _at_least(self, batch=1, eval_batch=1)
+        _shares(self, "label_smoothing")
+        if not 0 < self.eval_crop <= 1:
+            raise UsageError(f"eval_crop={self.eval_crop}: a share of an image's side, above 0 and at most 1")
+
+
+@dataclass(frozen=True)
+class Model:
+    """The network, before any of its layers is quantized."""
+
+    name: str = "dnn"  # dnn, gpt or vit
+    width: int = 4096
+    depth: int = 5
+    heads: int = 8  # gpt, vit
+    patch: int = 4  # vit
+    norm: str = "rms"  # dnn
+    activation: str = "relu"  # dnn
+    dropout: float = 0.0
+    input_dropout: float = 0.0  # dnn
+    patch_dropout: float = 0.0  # vit
+    positions: str = "random"  # vit
+    precision: str = "fp32"  # of the products on a GPU
+    compiled: bool = False  # torch.compile, on a GPU: pays off where steps are long or many
+
+    def __post_init__(self) -> None:
+        _choose(self, name=("dnn", "gpt", "vit"), norm=NORMS, activation=tuple(ACTIVATIONS), positions=POSITIONS,
+                precision=("fp32", "bf16"))
+        _at_least(self, width=1, depth=1, heads=1, patch=1)
+        _shares(self, "dropout", "input_dropout", "patch_dropout")
+
+
+@dataclass(frozen=True)
+class Integers:
+    """Which layers have integer weights, how these are stored, and how they learn: arguments of gft.quantize_ and gft.GFT.
+
+    None leaves a setting to the library, whose defaults depend on the storage. A setting that the chosen rule, vote or
+    storage would not use is refused.
+    """
+
+    layers: str = "none"  # dnn: hidden (all but the first and last) or all; gpt and vit: mlp or blocks (attention too)
+    bits: int = 32
+    memory: bool = True  # False: packed, nothing but the levels is kept
+    init: str = "keep"
+    method: str = "gft"  # or another one (baselines.py), whose lr has a meaning of its own
+    lr: float = 0.1
+    rule: str = "rounding"
+    vote: str = "int8"
+    vote_per: str | None = None  # sign: token or sequence
+    literal_mask: bool = False  # sign
+    inertia: float | None = None  # rounding with memory
+    threshold: float | None = None  # rounding, packed: in rms
+    second_moment: str | None = None  # rounding, packed: step or running
+    orthogonalize: bool = False  # rounding
+    p_min: float | None = None  # topk
+    attention_lr: float | None = None  # gpt and vit, blocks: attention's own lr; None: it learns as the others
+    attention_inertia: float | None = None  # where it has an lr of its own
+    bop_threshold: float = baselines.THRESHOLD  # method bop: in rms of its momentum
+
+    def __post_init__(self) -> None:
+        _choose(self, layers=LAYERS, method=("gft", *baselines.METHODS), rule=("rounding", "topk"),
+                vote=("int8", "int4", "ternary", "sign"), vote_per=(None, "token", "sequence"),
+                second_moment=(None, "step", "running"), init=("keep", "paper", "variance"))
+        _at_least(self, lr=0, threshold=0, attention_lr=0, bop_threshold=0)
+        _shares(self, "inertia", "attention_inertia")
+        if self.p_min is not None and not 0 <= self.p_min <= 1:
+            raise UsageError(f"p_min={self.p_min}: a probability lies between 0 and 1")
+        if self.layers != "none" and not 2 <= self.bits <= 8:
+            raise UsageError(f"bits={self.bits}: integer layers have 2 to 8 bits")
+        if self.layers != "none" and self.method == "gft":
+            self._refuse_unused()
+
+    def _refuse_unused(self) -> None:
+        rounding, packed = self.rule == "rounding", not self.memory
+        own_attention = self.layers == "blocks" and self.attention_lr is not None
+        needs = {
+            "inertia": (rounding and not packed, "rule=rounding and memory=true"),
+            "threshold": (rounding and packed, "rule=rounding and memory=false"),
+            "second_moment": (rounding and packed, "rule=rounding and memory=false"),
+            "orthogonalize": (rounding, "rule=rounding"),
+            "p_min": (not rounding, "rule=topk"),
+            "vote_per": (self.vote == "sign", "vote=sign"),
+            "literal_mask": (self.vote == "sign", "vote=sign"),
+            "attention_inertia": (rounding and not packed and own_attention, "memory=true and an attention_lr"),
+        }
+        for key, (used, need) in needs.items():
+            if getattr(self, key) not in (None, False) and not used:
+                raise UsageError(f"integers.{key}={getattr(self, key)} would not be used: it needs {need}; change that, or "
+                                 f"give {key}={'false' if getattr(self, key) is True else 'none'}")
+
+
+@dataclass(frozen=True)
+class Dense:
+    """How every parameter that is no integer learns: arguments of AdamW."""
+
+    lr: float = 6e-4
+    weight_decay: float = 0.1
+    beta2: float = 0.999
+
+    def __post_init__(self) -> None:
+        _at_least(self, lr=0, weight_decay=0)
+        _shares(self, "beta2")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """For how long, and when to evaluate. Both learning rates rise linearly for `warmup` steps, then fall linearly to 0."""
+
+    steps: int = 1960  # 10 epochs of MNIST's 50,000
+    warmup: int = 0
+    eval_every: int = 0  # steps; 0: once an epoch
+    whole_images: float = 0.0  # vit with patch_dropout: the share of the steps, the last ones, that see every patch
+
+    def __post_init__(self) -> None:
+        _at_least(self, steps=1, warmup=0, eval_every=0)
+        _shares(self, "whole_images")
+
+
+PARTS: dict[str, type] = {"data": Data, "model": Model, "integers": Integers, "dense": Dense, "schedule": Schedule}
+
+
+# ---------------------------------------------------------------------------------------------------- the whole
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One experiment: which row of which table it is, and everything that decides its outcome but the seed."""
+
+    name: str
+    table: str  # of the paper, if any
+    row: str
+    paper: float | None  # the paper's value
+    metric: str = "accuracy"  # in %, or the validation loss in nats
+    data: Data = Data()
+    model: Model = Model()
+    integers: Integers = Integers()
+    dense: Dense = Dense()
+    schedule: Schedule = Schedule()
+
+    def __post_init__(self) -> None:
+        _choose(self, metric=("accuracy", "loss"))
+        for key, value, without in (("eval_crop", self.data.eval_crop, 1), ("whole_images", self.schedule.whole_images, 0)):
+            if value != without and self.model.name != "vit":
+                raise UsageError(f"{key}={value} is for images; leave it at {without} or choose model=vit")
+
+    def updated(self, **changes: Any) -> "Recipe":
+        """A copy with fields changed, those of a part given as a dict: updated(row="mine", integers={"lr": 0.2})."""
+        new = {key: dataclasses.replace(getattr(self, key), **value) if key in PARTS else value
+               for key, value in changes.items()}
+        return dataclasses.replace(self, **new)
+
+    def changed(self, settings: Sequence[str]) -> "Recipe":
+        """A copy with each "part.field=value" applied, read as the field's type; the part may be left out where only one has
+        such a field, and "data=…" and "model=…" are their names."""
+        changes: dict[str, dict[str, Any]] = {}
+        for setting in settings:
+            key, equals, text = setting.partition("=")
+            if not equals:
+                raise UsageError(f"--set {setting}: write KEY=VALUE, like integers.lr=0.2 or width=64")
+            part, field = _place_of(key, setting)
+            changes.setdefault(part, {})[field] = _read(text, get_type_hints(PARTS[part])[field], field, setting)
+        return self.updated(**changes)
+
+    def config(self) -> dict[str, Any]:
+        """The recipe as nested dicts, for JSON."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> "Recipe":
+        """The recipe that `config` says. A field it lacks, since it is of a time before that field, has its default."""
+        values = {field.name: config[field.name] for field in dataclasses.fields(cls) if field.name in config}
+        return cls(**{key: PARTS[key](**value) if key in PARTS else value for key, value in values.items()})
+
+
+def dotted(config: Mapping[str, Any]) -> dict[str, Any]:
+    """{"integers": {"lr": 0.1}} -> {"integers.lr": 0.1}: a config's values by the names that --set takes."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        flat |= {f"{key}.{field}": one for field, one in value.items()} if isinstance(value, Mapping) else {key: value}
+    return flat
+
+
+# ---------------------------------------------------------------------------------------------------- key=value
+
+
+def _keys() -> Iterator[tuple[str, str]]:
+    for part, kind in PARTS.items():
+        yield from ((part, field.name) for field in dataclasses.fields(kind))
+
+
+def _place_of(key: str, setting: str) -> tuple[str, str]:
+    """Which part and field a key of --set means."""
+    places = list(_keys())
+    named = [(part, field) for part, field in places if key in (field, f"{part}.{field}") or (key, "name") == (part, field)]
+    if len(named) == 1:
+        return named[0]
+    if named:
+        raise UsageError(f"--set {setting}: say which {key} it is, {' or '.join('.'.join(place) for place in named)}")
+    part, _, field = key.partition(".")
+    if part in PARTS:
+        fields = [name for of, name in places if of == part]
+        raise UsageError(f"--set {setting}: {part} has no {field!r}; choose one of {', '.join(fields)}")
+    known = [name for place in places for name in (place[1], ".".join(place))]
+    near = difflib.get_close_matches(key, known, 3, cutoff=0.7)
+    choices = (f"did you mean {' or '.join(near)}" if near else
+               f"write PART.FIELD=VALUE, where a part is one of {', '.join(PARTS)}, and gft recipes --json shows its fields")
+    raise UsageError(f"--set {setting}: no setting {key!r}; {choices}")
+
+
+_BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+
+def _read(text: str, hint: Any, field: str, setting: str) -> Any:
+    """The text of a value as the field's type."""
+    optional = get_origin(hint) in (Union, types.UnionType)
+    kind = next(one for one in get_args(hint) if one is not type(None)) if optional else hint
+    if optional and text.lower() == "none":
+        return None
+    try:
+        return _BOOLS[text.lower()] if kind is bool else kind(text)
+    except (KeyError, ValueError):
+        or_none = " or none" if optional else ""
+        raise UsageError(f"--set {setting}: {field} takes a value of type {kind.__name__}{or_none}") from None

@@ -1,0 +1,24 @@
+"""Every heavy computation, once: a torch definition, and where there is one a C or Triton twin with the same result.
+
+    activations   quantize                                       x, grad_output -> int8
+    products      votes_product, sequence_votes                  int8 -> votes
+                  along_levels, linear                           votes · levels; x, stored levels -> y
+    levels        float_levels, pack_fields, unpack_fields       stored bytes -> numbers, and back
+    rounding      rounding_plan, round_weights, round_many       votes -> plan -> moved weights
+    topk          kth_largest, topk_weights                      the same by the paper's rule
+
+They are functions of tensors and of three values (Storage, NoiseKey, a plan) and know nothing of models or optimizers.
+operation.py says how the twin is found; native/ is C for the CPU, triton/ for CUDA.
+"""
+
+from gft.ops.activations import Quantized, mean_square, quantize
+from gft.ops.levels import float_levels, pack_fields, tokens_last, unpack_fields
+from gft.ops.operation import Operation, twins
+from gft.ops.products import along_levels, linear, scaled_matmul, sequence_votes, sequence_votes_and_counts, votes_product
+from gft.ops.rounding import Rounded, RoundingJob, RoundingPlan, round_many, round_weights, rounding_plan
+from gft.ops.topk import TopKPlan, kth_largest, topk_plan, topk_weights
+
+__all__ = ["Operation", "Quantized", "Rounded", "RoundingJob", "RoundingPlan", "TopKPlan", "along_levels", "float_levels",
+           "kth_largest", "linear", "mean_square", "pack_fields", "quantize", "round_many", "round_weights", "rounding_plan",
+           "scaled_matmul", "sequence_votes", "sequence_votes_and_counts", "tokens_last", "topk_plan", "topk_weights",
+           "twins", "unpack_fields", "votes_product"]

@@ -1,0 +1,46 @@
+"""x and grad_output as small integers (paper, Section 4.1): stochastic rounding on a scale per feature, or the sign."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gft.ops.operation import operation
+from gft.philox import NoiseKey, noise16
+
+LARGEST_SQUARED = 1e15  # beyond it a value counts as this much in the mean square, which must fit float32
+
+
+class Quantized(NamedTuple):
+    """What one pass over x or grad_output gives."""
+
+    q: Tensor  # (n, features) int8
+    mean_square: Tensor | None  # (features,) float32 over what is finite; None for signs, which have no scale
+
+
+@operation
+def quantize(values: Tensor,  # (n, features) float
+             factors: Tensor | None,  # (features,) float32: one unit of a feature, in 1/65536 of q; None: q is the sign
+             largest: int,  # the largest |q|
+             key: NoiseKey,
+             not_finite: Tensor | None = None) -> Quantized:  # int64 scalar that counts what is NaN or inf
+    """Round values to -largest..largest without bias. What is NaN or inf becomes 0: it casts no vote."""
+    finite = torch.isfinite(values)
+    if not_finite is not None:
+        not_finite += (~finite).sum()
+    kept = torch.where(finite, values, 0)
+    if factors is None:
+        return Quantized(kept.sign().to(torch.int8), None)
+    top = largest * 65536
+    # Fixed point with 16 fraction bits: one rounding of one product, then integers only (no add a GPU could fuse).
+    fixed = (kept.float() * factors).clamp_(-top, top).to(torch.int32)
+    noise = noise16(values.numel(), key, device=values.device).view_as(fixed)
+    return Quantized(fixed.add_(noise).bitwise_right_shift_(16).to(torch.int8), mean_square(values))
+
+
+def mean_square(values: Tensor) -> Tensor:  # (n, features) -> (features,) float32
+    """Mean square of each feature over what is finite; 0 of no values at all."""
+    if not len(values):
+        return torch.zeros(values.shape[1], device=values.device)
+    values = torch.where(torch.isfinite(values), values, 0).float().clamp_(-LARGEST_SQUARED, LARGEST_SQUARED)
+    return values.square_().mean(0)

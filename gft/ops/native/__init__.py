@@ -1,0 +1,254 @@
+"""The CPU's twins of the operations: native.c, called on ranges of rows by as many threads as torch has.
+
+Where there is no compiler, or GFT_NATIVE=0 is set, the torch definitions do the same work, more slowly.
+
+    build      compiles and loads native.c
+    interface  the structs and types that C and Python agree on
+"""
+
+import math
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gft.ops import checks
+from gft.ops.activations import LARGEST_SQUARED, Quantized
+from gft.ops.native.build import library
+from gft.ops.native.interface import CMoments, CRoundingPlan, CTopKPlan, c_key, c_storage, filled
+from gft.ops.products import EXACT_IN_FLOAT32
+from gft.ops.rounding import CLIP, RoundingJob, RoundingPlan, share_of_newest
+from gft.ops.topk import TopKPlan
+from gft.philox import NoiseKey
+from gft.storage import Storage
+
+ROWS_OF_SQUARES = 64  # summed by one call, whatever the threads: so the sum's order, and its last bit, never changes
+LEAST_A_THREAD = 1 << 15  # elements; fewer do not repay waking a thread
+ROWS_OF_VOTES = 64  # as many as native.c packs at once
+NOT_REUSED = 1 << 25  # bytes; a block this large is not kept for reuse when it is freed (glibc), so it is new each time
+
+
+def twins() -> dict[str, Callable[..., Any]]:
+    """The operations that C does, by name; none where it cannot be built."""
+    if library() is None:
+        return {}
+    offered = (quantize, float_levels, votes_product, rounding_plan, round_weights, topk_weights)
+    return {function.__name__: function for function in offered}
+
+
+def _functions() -> Any:
+    found = library()
+    assert found is not None
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------- threads
+
+
+@cache
+def _threads(count: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count)
+
+
+if hasattr(os, "register_at_fork"):  # a forked process inherits the pool but none of its threads
+    os.register_at_fork(after_in_child=_threads.cache_clear)
+
+
+def _side_by_side(work: Callable[[int, int], Any], rows: int, elements: int, multiple: int = 1) -> list[Any]:
+    """work(from, to) over all rows, shared by torch's number of threads (a ctypes call leaves Python's lock). Each range but
+    the last is a `multiple` of rows."""
+    shares = max(1, min(torch.get_num_threads(), elements // LEAST_A_THREAD, -(-rows // multiple)))
+    if shares == 1:
+        return [work(0, rows)]
+    step = -(-rows // (shares * multiple)) * multiple
+    ranges = [(start, min(start + step, rows)) for start in range(0, rows, step)]
+    return list(_threads(shares).map(lambda each: work(*each), ranges))
+
+
+# ---------------------------------------------------------------------------------------------------- memory
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """torch.empty, in huge pages where it is large: 64 MB in small ones take five times as long to get as to fill."""
+    memory = torch.empty(shape, dtype=dtype)
+    if memory.nbytes >= NOT_REUSED:
+        _functions().gft_huge_pages(memory.data_ptr(), memory.nbytes)
+    return memory
+
+
+class _Scratch:
+    """Memory kept for large tensors that live for one product only, one at a time: new memory is cleared first."""
+
+    def __init__(self) -> None:
+        self.memory, self.lock = torch.empty(0), threading.Lock()
+        self.borrower: Callable[[], Any] = lambda: None
+
+    def borrow(self, shape: Sequence[int]) -> Tensor:
+        """An empty float32 tensor; in new memory while the one before, or a view of it, is alive."""
+        elements = math.prod(shape)
+        if elements * 4 < NOT_REUSED:
+            return torch.empty(shape, dtype=torch.float32)
+        with self.lock:
+            if self.borrower() is not None:
+                return _empty(shape, torch.float32)
+            if self.memory.numel() < elements:
+                self.memory = _empty((elements,), torch.float32)
+            # Every tensor made from this array keeps it alive, so its end is theirs.
+            array = self.memory.numpy()[:elements]
+            self.borrower = weakref.ref(array)
+            return torch.from_numpy(array).view(*shape)
+
+
+_scratch = _Scratch()
+
+
+# ---------------------------------------------------------------------------------------------------- activations, levels
+
+
+def quantize(values: Tensor, factors: Tensor | None, largest: int, key: NoiseKey,
+             not_finite: Tensor | None = None) -> Quantized:
+    """activations.quantize by factors; signs are left to torch."""
+    checks.check_values(values, factors, not_finite)
+    if factors is None or values.dtype not in checks.FLOATS or not 0 < values.numel() <= checks.MOST_ELEMENTS:
+        return NotImplemented
+    values, factors = values.float().contiguous(), factors.contiguous()
+    gft_quantize, noise = _functions().gft_quantize, c_key(key)
+    tokens, features = values.shape
+    q = torch.empty(tokens, features, dtype=torch.int8)
+    pieces = -(-tokens // ROWS_OF_SQUARES)
+    squares = torch.zeros(pieces, features, dtype=torch.float64)
+    bad = torch.zeros(pieces, dtype=torch.int64)
+
+    def work(start: int, stop: int) -> None:
+        for first in range(start, stop, ROWS_OF_SQUARES):
+            piece = first // ROWS_OF_SQUARES
+            gft_quantize(values.data_ptr(), factors.data_ptr(), q.data_ptr(), squares[piece].data_ptr(),
+                         bad[piece].data_ptr(), first, min(first + ROWS_OF_SQUARES, stop), features, largest * 65536.0,
+                         LARGEST_SQUARED, noise)
+
+    _side_by_side(work, tokens, values.numel(), ROWS_OF_SQUARES)
+    if not_finite is not None:
+        not_finite += bad.sum()
+    return Quantized(q, (squares.sum(0) / tokens).float())
+
+
+def float_levels(stored: Tensor, storage: Storage, columns: int, dtype: torch.dtype, gain: Tensor | None = None) -> Tensor:
+    """levels.float_levels of what is stored with memory, as float32."""
+    checks.check_stored(stored, storage, columns)
+    if not storage.memory or dtype is not torch.float32:
+        return NotImplemented
+    stored, functions, c = stored.contiguous(), _functions(), c_storage(storage)
+    levels = _scratch.borrow(stored.shape)
+    _side_by_side(lambda start, stop: functions.gft_levels(stored.data_ptr(), levels.data_ptr(), start, stop, c),
+                  stored.numel(), stored.numel())
+    return levels if gain is None else levels.mul_(gain.float())
+
+
+# ---------------------------------------------------------------------------------------------------- products
+
+
+def votes_product(grad_output: Tensor, x: Tensor) -> Tensor:
+    """products.votes_product."""
+    checks.check_pair(grad_output, x)
+    if not checks.are_int8(grad_output, x):
+        return NotImplemented
+    functions = _functions()
+    panel = functions.gft_panel_columns()
+    if panel == 0 or not (grad_output.numel() and x.numel()):
+        return _float_product(grad_output, x)
+    grad_output, x = grad_output.contiguous(), x.contiguous()
+    (tokens, rows), columns = grad_output.shape, x.shape[1]
+    panels = -(-columns // panel)
+    packed = torch.empty(panels * panel, -(-tokens // 4), 4, dtype=torch.uint8)
+    _side_by_side(lambda start, stop: functions.gft_pack_x(x.data_ptr(), packed.data_ptr(), tokens, columns, start, stop),
+                  panels, x.numel())
+    votes = _empty((rows, columns), torch.int32)
+    _side_by_side(lambda start, stop: functions.gft_votes(
+        grad_output.data_ptr(), packed.data_ptr(), votes.data_ptr(), tokens, rows, columns, start, stop),
+        rows, votes.numel(), ROWS_OF_VOTES)
+    return votes
+
+
+def _float_product(grad_output: Tensor, x: Tensor) -> Tensor:
+    """The same for a processor without a product of bytes: a float32 sum is exact below 2^24."""
+    votes: Tensor | None = None
+    shape = grad_output.shape[1], x.shape[1]
+    with torch.autocast("cpu", enabled=False):
+        for some_grad, some_x in zip(grad_output.split(EXACT_IN_FLOAT32), x.split(EXACT_IN_FLOAT32), strict=True):
+            part = torch.mm(some_grad.float().t(), some_x.float(), out=_empty(shape, torch.float32))
+            votes = _as_int32(part) if votes is None else votes.add_(_as_int32(part))
+    assert votes is not None  # split gives at least one piece
+    return votes
+
+
+def _as_int32(whole: Tensor) -> Tensor:  # float32, contiguous, whole numbers
+    """The same numbers as int32, in the same memory: `whole` is not to be used any more."""
+    functions = _functions()
+    _side_by_side(lambda start, stop: functions.gft_to_int(whole.data_ptr(), start, stop), whole.numel(), whole.numel())
+    return whole.view(torch.int32)
+
+
+# ---------------------------------------------------------------------------------------------------- moving weights
+
+
+def rounding_plan(job: RoundingJob, lr: float | Tensor) -> tuple[RoundingPlan, Tensor]:
+    """rounding.rounding_plan."""
+    checks.check_job(job, lr)
+    if not checks.are_votes(job.votes) or (isinstance(lr, Tensor) and lr.is_cuda):
+        return NotImplemented
+    size = (torch.as_tensor(lr, dtype=torch.float32) * job.lr_scale).item()
+    votes, functions = job.votes.contiguous(), _functions()
+    rows, columns = votes.shape
+    by_row = torch.empty(rows, dtype=torch.int64)
+
+    def work(start: int, stop: int) -> Tensor:
+        by_column = torch.zeros(columns, dtype=torch.int64)
+        functions.gft_squares(votes.data_ptr(), votes.dtype is torch.int64, by_row.data_ptr(), by_column.data_ptr(),
+                              start, stop, columns, job.shift)
+        return by_column
+
+    by_column = torch.stack(_side_by_side(work, rows, votes.numel())).sum(0)
+    row, column = (torch.empty(shape, dtype=torch.float32) for shape in ((rows, 1), (1, columns)))
+    moments = torch.zeros(rows + columns + 1) if job.running is None else job.running.clone()
+    how = CMoments(share=share_of_newest(int(job.key.step)), size=size, shift=job.shift, rescale_step=job.rescale_step)
+    functions.gft_factors(by_row.data_ptr(), by_column.data_ptr(), rows, columns, how, moments.data_ptr(), row.data_ptr(),
+                          column.data_ptr())
+    return RoundingPlan(row, column, CLIP * size, job.threshold, job.follow), moments
+
+
+def round_weights(stored: Tensor, votes: Tensor, storage: Storage, plan: RoundingPlan, key: NoiseKey) -> Tensor:
+    """rounding.round_weights."""
+    checks.check_weight(stored, votes, storage)
+    checks.check_factors(plan, votes)
+    if not checks.are_votes(votes) or not stored.is_contiguous():
+        return NotImplemented
+    plan = replace(plan, row=plan.row.contiguous(), column=plan.column.contiguous())
+    return _moved(_functions().gft_round, stored, votes, (c_storage(storage), filled(CRoundingPlan, plan), c_key(key)))
+
+
+def topk_weights(stored: Tensor, votes: Tensor, storage: Storage, plan: TopKPlan, key: NoiseKey) -> Tensor:
+    """topk.topk_weights."""
+    checks.check_weight(stored, votes, storage)
+    checks.check_choice(plan, votes)
+    if not checks.are_votes(votes) or not stored.is_contiguous():
+        return NotImplemented
+    return _moved(_functions().gft_topk, stored, votes, (c_storage(storage), filled(CTopKPlan, plan), c_key(key)))
+
+
+def _moved(function: Callable[..., int], stored: Tensor, votes: Tensor, how: tuple[Any, ...]) -> Tensor:
+    """Move all rows in place -> int64 scalar: how many levels changed."""
+    votes, (rows, columns) = votes.contiguous(), votes.shape
+
+    def work(start: int, stop: int) -> int:
+        return function(stored.data_ptr(), votes.data_ptr(), votes.dtype is torch.int64, columns, start, stop, *how)
+
+    flips = sum(_side_by_side(work, rows, votes.numel()))
+    torch.autograd.graph.increment_version(stored)  # autograd does not see what C writes
+    return torch.tensor(flips, dtype=torch.int64)

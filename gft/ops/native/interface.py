@@ -1,0 +1,84 @@
+"""What C and Python agree on: structs, field by field as in native.c, and the functions' types.
+
+A field has the name of the attribute it is filled from, so a new setting of a storage or a plan is one line here and one
+there.
+"""
+
+import ctypes
+from functools import cache
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from gft.philox import NoiseKey
+from gft.storage import Storage
+
+POINTER, INT, LONG, FLOAT, DOUBLE = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_double
+C = TypeVar("C", bound=ctypes.Structure)
+
+
+class CStorage(ctypes.Structure):
+    """storage.Storage."""
+
+    _fields_ = [(name, INT) for name in ("memory", "inertia", "field_bits", "low_bits", "largest", "lowest", "limit")]
+
+
+class CKey(ctypes.Structure):
+    """philox.NoiseKey."""
+
+    _fields_ = [("seed", ctypes.c_uint64), ("step", ctypes.c_uint32), ("stream", ctypes.c_uint32), ("call", ctypes.c_uint32)]
+
+
+class CRoundingPlan(ctypes.Structure):
+    """rounding.RoundingPlan."""
+
+    _fields_ = [("row", POINTER), ("column", POINTER), ("cap", FLOAT), ("threshold_share", FLOAT), ("follow", INT)]
+
+
+class CTopKPlan(ctypes.Structure):
+    """topk.TopKPlan."""
+
+    _fields_ = [("least", LONG), ("largest", LONG), ("p_min", LONG)]
+
+
+class CMoments(ctypes.Structure):
+    """How second moments are renewed and become factors: rounding.rounding_plan."""
+
+    _fields_ = [("share", DOUBLE), ("size", FLOAT), ("shift", INT), ("rescale_step", INT)]
+
+
+def filled(kind: type[C], value: Any) -> C:
+    """The struct that has the value's attributes; of a tensor its address, or where C takes a number the number in it."""
+
+    def plain(name: str, c_type: Any) -> Any:
+        attribute = getattr(value, name)
+        if isinstance(attribute, Tensor):
+            return attribute.data_ptr() if c_type is POINTER else attribute.item()
+        return attribute
+
+    return kind(*(plain(name, c_type) for name, c_type in kind._fields_))  # type: ignore[misc]
+
+
+@cache
+def c_storage(storage: Storage) -> CStorage:
+    return filled(CStorage, storage)
+
+
+def c_key(key: NoiseKey) -> CKey:
+    return filled(CKey, key)
+
+
+# name: (result, arguments)
+SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "gft_quantize": (None, [POINTER] * 5 + [LONG] * 3 + [FLOAT] * 2 + [CKey]),
+    "gft_huge_pages": (None, [POINTER, LONG]),
+    "gft_levels": (None, [POINTER, POINTER, LONG, LONG, CStorage]),
+    "gft_to_int": (None, [POINTER, LONG, LONG]),
+    "gft_panel_columns": (LONG, []),
+    "gft_pack_x": (None, [POINTER, POINTER, *[LONG] * 4]),
+    "gft_votes": (None, [POINTER, POINTER, POINTER, *[LONG] * 5]),
+    "gft_squares": (None, [POINTER, INT, POINTER, POINTER, LONG, LONG, LONG, INT]),
+    "gft_factors": (None, [POINTER, POINTER, LONG, LONG, CMoments, POINTER, POINTER, POINTER]),
+    "gft_round": (LONG, [POINTER, POINTER, INT, LONG, LONG, LONG, CStorage, CRoundingPlan, CKey]),
+    "gft_topk": (LONG, [POINTER, POINTER, INT, LONG, LONG, LONG, CStorage, CTopKPlan, CKey]),
+}

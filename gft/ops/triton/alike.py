@@ -1,0 +1,65 @@
+"""Several layers in one launch.
+
+A network has dozens of matrices in a few shapes, most of them too small to fill a GPU, and every launch has a start and a
+tail. So layers that differ in nothing but where they lie, how far they move and which random numbers they draw share one:
+the last number of a program says which of them it works on. Their pointers come as tuples among the kernel's arguments. A
+table in the GPU's memory would have to be copied there, which must not happen while a CUDA graph is captured.
+"""
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gft.ops.rounding import RoundingJob
+from gft.storage import Storage
+
+MOST_LAYERS = 16  # in a launch: a program picks its own out of all of them, one after the other
+
+
+class Batch(NamedTuple):
+    """Weights that one launch moves."""
+
+    stored: Sequence[Tensor]  # (rows, bytes) uint8 or (rows, columns) int8 of each, changed in place
+    votes: Sequence[Tensor]  # (rows, columns) int32 or int64, contiguous
+    streams: Sequence[int]  # of their random numbers
+    storage: Storage
+
+
+def kind_of(job: RoundingJob) -> Hashable:
+    """What the jobs of one launch have in common."""
+    return (job.votes.shape, job.votes.dtype, by_eights(job.stored, job.votes.shape[1]), job.running is None, job.shift,
+            job.storage, job.threshold, job.follow, job.rescale_step)
+
+
+def by_eights(stored: Tensor, columns: int) -> bool:
+    """Can eight weights be read and written as one word?"""
+    return columns % 8 == 0 and stored.data_ptr() % 8 == 0
+
+
+def shared_launches(kinds: Iterable[Hashable]) -> list[list[int]]:
+    """The numbers of the layers that each launch works on: those of one kind, in about equal parts."""
+    alike: dict[Hashable, list[int]] = {}
+    for number, kind in enumerate(kinds):
+        alike.setdefault(kind, []).append(number)
+    shared = []
+    for numbers in alike.values():
+        at_once = triton.cdiv(len(numbers), triton.cdiv(len(numbers), MOST_LAYERS))
+        shared += [numbers[start : start + at_once] for start in range(0, len(numbers), at_once)]
+    return shared
+
+
+def padded(one_a_layer: Sequence[Any]) -> tuple[Any, ...]:
+    """The last one repeated up to a power of two: each number of layers is a kernel of its own, and a few serve all."""
+    return (*one_a_layer, *[one_a_layer[-1]] * (triton.next_power_of_2(len(one_a_layer)) - len(one_a_layer)))
+
+
+@triton.jit
+def pick(one_a_layer, layer):
+    """one_a_layer[layer], where the tuple is known when the kernel is compiled, but `layer` only when it runs."""
+    picked = one_a_layer[0]
+    for other in tl.static_range(1, len(one_a_layer)):
+        picked = tl.where(layer == other, one_a_layer[other], picked)
+    return picked

@@ -1,0 +1,150 @@
+"""What a step by rounding must know of whole layers: second moments of their votes, and the factors of their moves."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gft.ops import checks
+from gft.ops.rounding import CLIP, MOST_HALVINGS, RoundingJob, RoundingPlan
+from gft.ops.triton.alike import padded, pick
+from gft.ops.triton.noise import on_device
+from gft.ops.triton.overlap import launched_early, let_next_begin, overlaps, wait_for_previous
+from gft.ops.triton.votes import PROGRAMS
+
+# Votes a program squares at once: each of its warps ROWS rows of WIDTH · 128 columns; and how often, at most.
+SQUARES_WARPS, SQUARES_ROWS, SQUARES_WIDTH, MOST_TIMES = 4, 8, 1, 16
+FACTORS_BLOCK = 512
+
+
+@triton.jit
+def _votes(votes, row, column, rows, columns):
+    live = (row < rows)[:, :, None, None] & (column < columns)[None, None, :, :]
+    return tl.load(votes + row[:, :, None, None] * columns + column[None, None, :, :], mask=live, other=0)
+
+
+@triton.jit(do_not_specialize=["shift"])
+def _squares_kernel(votes, sums, stride, rows, columns, shift, SHIFTED: tl.constexpr, WARPS: tl.constexpr,
+                    ROWS: tl.constexpr, WIDTH: tl.constexpr, TIMES: tl.constexpr, OVERLAPS: tl.constexpr):
+    """sums: of each layer the total's high and low half, then rows, then columns. Integers are the same in whatever order
+    atomics add.
+
+    Shaped so that a warp has rows of its own: a column is added up inside a thread until the end, and a row inside a warp.
+    """
+    let_next_begin(OVERLAPS)
+    votes, sums = pick(votes, tl.program_id(1)), sums + tl.program_id(1) * stride
+    # Both blocks in one number: a grid's second may not exceed 65,535.
+    row_blocks = tl.cdiv(rows, WARPS * ROWS * TIMES)
+    column = tl.program_id(0) // row_blocks * (WIDTH * 128) + tl.arange(0, WIDTH)[:, None] * 128 + tl.arange(0, 128)[None, :]
+    row = (tl.program_id(0) % row_blocks).to(tl.int64) * (WARPS * ROWS * TIMES)
+    row += tl.arange(0, WARPS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+    by_column = tl.zeros((WARPS, WIDTH, 128), tl.int64)
+    coming = _votes(votes, row, column, rows, columns)
+    wait_for_previous(OVERLAPS)  # until the sums are cleared
+    for time in range(TIMES):
+        vote = coming
+        below = row + WARPS * ROWS
+        # The next votes are on their way while these are squared.
+        coming = _votes(votes, below, column, tl.where(time + 1 < TIMES, rows, 0), columns)
+        small = (vote >> shift).to(tl.int32) if SHIFTED else vote
+        square = small.to(tl.int64) * small
+        by_column += tl.sum(square, 1)
+        tl.atomic_add(sums + 2 + row, tl.sum(tl.sum(square, 2), 2), mask=row < rows, sem="relaxed")
+        row = below
+    total = tl.sum(by_column, 0)
+    tl.atomic_add(sums + 2 + rows + column, total, mask=column < columns, sem="relaxed")
+    tl.atomic_add(sums, tl.sum(total >> 32), sem="relaxed")
+    tl.atomic_add(sums + 1, tl.sum(total & 0xFFFFFFFF), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["rows", "columns", "lr", "shift"])
+def _factors_kernel(sums, running, step, moments, factors, stride, rows, columns, lr, lr_scale, clip, shift,
+                    LR_ON_DEVICE: tl.constexpr, RUNNING: tl.constexpr, RESCALE_STEP: tl.constexpr,
+                    MOST_HALVINGS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+    """moments: the running ones as renewed, of rows, of columns, then of all. factors: of rows, of columns, then the cap."""
+    let_next_begin(OVERLAPS)
+    layer = tl.program_id(1)
+    sums, moments, factors = sums + layer * stride, moments + layer * stride, factors + layer * stride
+    if LR_ON_DEVICE:
+        lr = tl.load(lr)
+    size = tl.full((BLOCK,), lr, tl.float32) * pick(lr_scale, layer)
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_row, is_all = place < rows, place == rows + columns
+    wait_for_previous(OVERLAPS)  # until the sums are added up
+    high, low = tl.load(sums), tl.load(sums + 1)
+    total = (high + (low >> 32)).to(tl.float64) * 4294967296.0 + (low & 0xFFFFFFFF).to(tl.float64)
+    total /= (rows.to(tl.int64) * columns).to(tl.float64)
+    mean = tl.load(sums + 2 + place, mask=place < rows + columns, other=0).to(tl.float64)
+    mean = tl.where(is_all, total, mean / tl.where(is_row, columns, rows).to(tl.float64))
+    unit = (shift.to(tl.int64) * 0 + 1 << shift).to(tl.float64)
+    mean, total = mean * unit * unit, total * unit * unit
+    own = (tl.zeros((BLOCK,), tl.float64) + total).to(tl.float32).to(tl.float64)
+    if RUNNING:
+        running = pick(running, layer)
+        share = tl.full((1,), 1.0, tl.float64)
+        count = tl.load(step) + 1
+        for halvings in tl.static_range(1, MOST_HALVINGS + 1):
+            share = tl.where(count >= 1 << halvings, 0.5**halvings, share)
+        old = tl.load(running + place, mask=place <= rows + columns, other=0.0).to(tl.float64)
+        mean = tl.where(old > 0, old + (mean - old) * share, mean)
+        of_all = tl.load(running + rows + columns).to(tl.float64)
+        total = tl.where(of_all > 0, of_all + (total - of_all) * share, total)
+    moment = mean.to(tl.float32)
+    tl.store(moments + place, moment, mask=place <= rows + columns)
+    overall = (tl.zeros((BLOCK,), tl.float64) + total).to(tl.float32).to(tl.float64)
+    # `own` is 0 only where there are no votes; then nothing moves anyway.
+    overall = overall / tl.sqrt(tl.where(own > 0, own, 1.0)) if RESCALE_STEP else tl.sqrt(overall)
+    inverse = tl.where(moment > 0, 1.0 / tl.sqrt(tl.where(moment > 0, moment, 1.0).to(tl.float64)), 0.0)
+    factor = tl.where(is_row, inverse * overall * size.to(tl.float64), inverse).to(tl.float32)
+    tl.store(factors + place, tl.where(is_all, size * clip, factor), mask=place <= rows + columns)
+
+
+def stride_of(rows: int, columns: int) -> int:
+    """From a layer's sums, factors or moments to the next one's: room for all of them and three numbers more, aligned."""
+    return triton.cdiv(rows + columns + 3, 16) * 16
+
+
+def factors_of(jobs: Sequence[RoundingJob],  # of one kind, their votes contiguous
+               sums: Tensor,  # (jobs · stride,) int64, all 0: scratch
+               lr: float | Tensor) -> tuple[Tensor, Tensor]:  # (jobs, stride) float32
+    """rounding.rounding_plan of many: of each the factors of its rows, of its columns, and the cap; and its second moments.
+
+    Nothing may be launched between what clears `sums` and this: squaring begins while that still goes on.
+    """
+    job, votes = jobs[0], [job.votes for job in jobs]
+    (rows, columns), first, stride = votes[0].shape, votes[0], stride_of(*votes[0].shape)
+    factors, moments = torch.empty(2, len(jobs), stride, dtype=torch.float32, device=first.device).unbind()
+    running = [job.running.contiguous() for job in jobs if job.running is not None] or [moments]
+    # A program that goes on to the rows below saves atomics; but all of the GPU should have work.
+    at_once = SQUARES_WARPS * SQUARES_ROWS, SQUARES_WIDTH * 128
+    times = len(votes) * first.numel() // (PROGRAMS * at_once[0] * at_once[1])
+    times = 1 << min(max(times, 1), MOST_TIMES).bit_length() - 1
+    grid = triton.cdiv(rows, at_once[0] * times) * triton.cdiv(columns, at_once[1]), len(votes)
+    early = overlaps(first)
+    with torch.cuda.device_of(first):
+        _squares_kernel[grid](padded(votes), sums, stride, rows, columns, job.shift,
+                              SHIFTED=job.shift > 0 or first.dtype is torch.int64, WARPS=SQUARES_WARPS, ROWS=SQUARES_ROWS,
+                              WIDTH=SQUARES_WIDTH, TIMES=times, OVERLAPS=early, num_warps=SQUARES_WARPS,
+                              **launched_early(early))
+        _factors_kernel[(triton.cdiv(rows + columns + 1, FACTORS_BLOCK), len(votes))](
+            sums, padded(running), on_device(job.key.step, first), moments, factors,
+            stride, rows, columns, on_device(lr, first) if isinstance(lr, Tensor) else lr,
+            padded([job.lr_scale for job in jobs]), CLIP, job.shift, LR_ON_DEVICE=isinstance(lr, Tensor),
+            RUNNING=job.running is not None, RESCALE_STEP=job.rescale_step, MOST_HALVINGS=MOST_HALVINGS,
+            BLOCK=FACTORS_BLOCK, OVERLAPS=early, **launched_early(early))
+    return factors, moments
+
+
+def rounding_plan(job: RoundingJob, lr: float | Tensor) -> tuple[RoundingPlan, Tensor]:
+    """rounding.rounding_plan. The cap stays on the device."""
+    checks.check_job(job, lr)
+    if not checks.are_votes(job.votes):
+        return NotImplemented
+    job, (rows, columns) = replace(job, votes=job.votes.contiguous()), job.votes.shape
+    sums = torch.zeros(stride_of(rows, columns), dtype=torch.int64, device=job.votes.device)
+    factors, moments = factors_of([job], sums, lr)
+    row, column, cap = factors[0, : rows + columns + 1].split([rows, columns, 1])
+    return RoundingPlan(row[:, None], column[None, :], cap[0], job.threshold, job.follow), moments[0, : rows + columns + 1]

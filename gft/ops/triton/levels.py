@@ -1,0 +1,108 @@
+"""Packed numbers: stored weights made float for a product, activations packed for backward and unpacked there."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gft.errors import UsageError
+from gft.ops import checks
+from gft.ops.triton.constants import constants_of
+from gft.storage import Storage
+
+ROWS, COLUMNS = 4, 512  # of a program
+
+
+@triton.jit
+def _blocks(rows, ROWS: tl.constexpr):
+    """A program's block of rows and its block of columns. One number, not two: a grid's second may not exceed 65,535."""
+    row_blocks = tl.cdiv(rows, ROWS)
+    return tl.program_id(0) % row_blocks, tl.program_id(0) // row_blocks
+
+
+@triton.jit
+def _levels_kernel(stored, levels, gain, rows, columns, bytes_a_row, GAINED: tl.constexpr,
+                   PACKED: tl.constexpr, WIDTH: tl.constexpr, LARGEST: tl.constexpr, MEMORY_BITS: tl.constexpr,
+                   SPARE_BITS: tl.constexpr, INERTIA: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr):
+    row_block, block = _blocks(rows, ROWS)
+    row = row_block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    byte = block * BYTES + tl.arange(0, BYTES)
+    inside = (row < rows)[:, None] & (byte < bytes_a_row)[None, :]
+    raw = tl.load(stored + row[:, None] * bytes_a_row + byte[None, :], mask=inside, other=0).to(tl.int32)
+    if PACKED:
+        PER_BYTE: tl.constexpr = 8 // WIDTH
+        shift = WIDTH * tl.arange(0, PER_BYTE)[None, None, :]
+        field = tl.reshape((raw[:, :, None] >> shift) & ((1 << WIDTH) - 1), (ROWS, BYTES * PER_BYTE))
+        level = (field >> SPARE_BITS) - LARGEST
+    else:
+        PER_BYTE: tl.constexpr = 1
+        level = (raw + ((1 << MEMORY_BITS) >> 1)) >> MEMORY_BITS
+    column = block * BYTES * PER_BYTE + tl.arange(0, BYTES * PER_BYTE)
+    live = (row < rows)[:, None] & (column < columns)[None, :]
+    number = level.to(tl.float32)
+    if GAINED:
+        number *= tl.load(gain).to(tl.float32)
+    tl.store(levels + row[:, None] * columns + column[None, :], number.to(levels.dtype.element_ty), mask=live)
+
+
+def float_levels(stored: Tensor, storage: Storage, columns: int, dtype: torch.dtype, gain: Tensor | None = None) -> Tensor:
+    """levels.float_levels, in one pass."""
+    checks.check_stored(stored, storage, columns)
+    checks.check_gain(gain, stored.device)
+    if dtype not in checks.FLOATS:
+        return NotImplemented
+    return _unpacked(stored, columns, dtype, constants_of(storage), gain)
+
+
+def unpack_fields(packed: Tensor, width: int, offset: int, columns: int) -> Tensor:
+    """levels.unpack_fields of a matrix: as levels of which none has a bit to spare."""
+    if packed.dim() != 2 or packed.dtype is not torch.uint8 or width not in (2, 4, 8):
+        return NotImplemented
+    if packed.shape[1] != triton.cdiv(columns * width, 8):
+        raise UsageError(f"{columns} fields of {width} bits take {triton.cdiv(columns * width, 8)} bytes a row but there "
+                         f"are {packed.shape[1]}")
+    constants = {"PACKED": True, "WIDTH": width, "LARGEST": offset, "MEMORY_BITS": 0, "SPARE_BITS": 0, "INERTIA": False}
+    return _unpacked(packed, columns, torch.int8, constants)
+
+
+def _unpacked(stored: Tensor, columns: int, dtype: torch.dtype, constants: dict[str, int],
+              gain: Tensor | None = None) -> Tensor:
+    stored, (rows, bytes_a_row) = stored.contiguous(), stored.shape
+    levels = torch.empty(rows, columns, dtype=dtype, device=stored.device)
+    if levels.numel():
+        bytes_at_once = COLUMNS * constants["WIDTH"] // 8
+        with torch.cuda.device_of(stored):
+            _levels_kernel[(triton.cdiv(rows, ROWS) * triton.cdiv(bytes_a_row, bytes_at_once),)](
+                stored, levels, levels if gain is None else gain, rows, columns, bytes_a_row, GAINED=gain is not None,
+                **constants, ROWS=ROWS, BYTES=bytes_at_once)
+    return levels
+
+
+@triton.jit
+def _pack_kernel(numbers, packed, rows, columns, bytes_a_row,
+                 WIDTH: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr):
+    PER_BYTE: tl.constexpr = 8 // WIDTH
+    row_block, block = _blocks(rows, ROWS)
+    row = row_block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    byte = block * BYTES + tl.arange(0, BYTES)
+    column = block * BYTES * PER_BYTE + tl.arange(0, BYTES * PER_BYTE)
+    live = (row < rows)[:, None] & (column < columns)[None, :]
+    number = tl.load(numbers + row[:, None] * columns + column[None, :], mask=live, other=-OFFSET).to(tl.int32)
+    shift = WIDTH * tl.arange(0, PER_BYTE)[None, None, :]
+    code = tl.reshape(number + OFFSET, (ROWS, BYTES, PER_BYTE)) << shift
+    inside = (row < rows)[:, None] & (byte < bytes_a_row)[None, :]
+    tl.store(packed + row[:, None] * bytes_a_row + byte[None, :], tl.sum(code, 2).to(tl.uint8), mask=inside)
+
+
+def pack_fields(numbers: Tensor, width: int, offset: int) -> Tensor:
+    """levels.pack_fields of an int8 matrix."""
+    if numbers.dim() != 2 or numbers.dtype is not torch.int8 or width not in (2, 4, 8):
+        return NotImplemented
+    numbers, (rows, columns) = numbers.contiguous(), numbers.shape
+    bytes_a_row, bytes_at_once = triton.cdiv(columns * width, 8), COLUMNS * width // 8
+    packed = torch.empty(rows, bytes_a_row, dtype=torch.uint8, device=numbers.device)
+    if packed.numel():
+        with torch.cuda.device_of(numbers):
+            _pack_kernel[(triton.cdiv(rows, ROWS) * triton.cdiv(bytes_a_row, bytes_at_once),)](
+                numbers, packed, rows, columns, bytes_a_row, WIDTH=width, OFFSET=offset, ROWS=ROWS, BYTES=bytes_at_once)
+    return packed

@@ -1,0 +1,357 @@
+"""GFT, the optimizer of integer weights: votes come in by backward, a rule moves the weights by them.
+
+    backward             layer.votes += q(grad_output)^T · q(x)                       votes.py
+    GFT.step             sum the votes of all ranks                                   distributed.py
+      group["rule"].step(weights, lr)  -> moved weights, flips                        rules/
+      renew(accumulators)              -> running scales, the next count              votes.py
+
+There is no other state than running scales: one float a feature for x and grad_output, and with memory one for the second
+moments of their votes. They live in the layers' accumulators and, for the state_dict, in `optimizer.state`.
+"""
+
+import gc
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gft.distributed import ALONE, Ranks, all_reduce_votes, check_alike, fingerprint, orthogonalized_over, ranks_of
+from gft.errors import UsageError, UsageTypeError
+from gft.layers import QuantLayer, layer_of
+from gft.rules import Rounding, Rule, TopK, WeightStep
+from gft.rules.orthogonalize import BOUND
+from gft.storage import Storage
+from gft.votes import Int8, Sign, Vote, VoteAccumulator, renew
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+# The paper's algorithm, as docs/paper.md reads it: k = 0.75 falling linearly to 0 (by a scheduler), one vote a sample.
+PAPER: Mapping[str, Any] = MappingProxyType({"lr": 0.75, "rule": TopK(p_min=0.001), "vote": Sign(per="sequence")})
+
+RUNNING = ("x_rms", "grad_rms", "second_moment")  # what of an accumulator the state_dict keeps
+GPU_STEPS_BETWEEN_REPORTS = 100
+
+
+class GFT(Optimizer):
+    """Trains the integer weights of `gft.quantized(model)` by votes.
+
+    lr: For gft.Rounding the rms move of a weight a step, in levels, for a 4-bit layer of 128 inputs; other bits,
+        widths and starts are scaled so that the same lr suits them (rules/rounding.py). At 0 nothing moves; near 1 a weight
+        crosses the grid in a few steps and training never settles. Packed weights take half of it. For gft.TopK it is the
+        paper's k, the fraction of weights that may move: at 0 none, at 1 all. Let a scheduler bring it to 0 in both.
+    rule: how votes move weights: gft.Rounding(…), or the paper's gft.TopK(…). A setting of the rule that a weight could only
+        ignore is refused; give weights that need other settings a param group of their own.
+    vote: how x and grad_output are quantized: gft.Int8(), Int4(), Ternary() or the paper's Sign(…).
+    seed: of all random numbers; equal seeds, votes and steps give equal weights on every device.
+    in_backward: True moves each layer's weights as soon as its votes exist, inside backward, and keeps no votes;
+        `step` then only counts. Each micro-batch moves the weights by itself. For a single process only.
+    process_group: the processes whose votes are summed before weights move. None: torch's default group if there is one,
+        else this process alone; False: alone in any case. All ranks then take the same steps, to the same bits, and must
+        take equally many. It is kept in no state_dict: what n ranks have saved m can load. In the first step each rank
+        still rounds x and grad_output on the scale of its own first batch; from then on they share one.
+    """
+
+    _process_group: "ProcessGroup | bool | None" = None
+    ranks: Ranks = ALONE
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.1, rule: Rule = Rounding(), vote: Vote = Int8(), *,
+                 seed: int = 0, in_backward: bool = False, process_group: "ProcessGroup | bool | None" = None) -> None:
+        self._process_group, self.ranks = process_group, ranks_of(process_group)
+        self._accumulators: dict[Tensor, VoteAccumulator] = {}  # the votes on each weight, which its layer owns
+        super().__init__(params, {"lr": lr, "rule": rule, "vote": vote, "seed": seed, "in_backward": in_backward, "step": 0})
+
+    # ------------------------------------------------------------------ which weights, by which settings
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        settings = {**self.defaults, **param_group, "step": 0}
+        check_settings(settings, self.ranks)
+        params = param_group["params"]
+        params = [params] if isinstance(params, Tensor) else list(params)
+        for one in params:
+            self._check_weight(one[1] if isinstance(one, tuple) else one, settings["rule"])
+        super().add_param_group({**settings, "params": params})
+        self._attach(self.param_groups[-1])
+
+    def _check_weight(self, weight: Any, rule: Rule) -> None:
+        """Raise before anything is changed if this is no weight that the rule can train, or another optimizer trains it."""
+        if not isinstance(weight, Tensor):
+            raise UsageTypeError(f"GFT takes parameters, not {type(weight).__name__}; pass gft.quantized(model)")
+        layer = layer_of(weight)
+        if layer is None and weight.dtype in (torch.int8, torch.uint8):
+            raise UsageError("the layer of this integer weight is gone or has another weight by now; keep the model in a "
+                             "variable and pass gft.quantized(model)")
+        if layer is None:
+            raise UsageTypeError(f"GFT trains quantized weights, but was given a {weight.dtype} tensor of shape "
+                                 f"{tuple(weight.shape)}; pass gft.quantized(model), and gft.dense(model) to AdamW")
+        rule.storage_for(layer.storage)
+        if self._taken(layer):
+            gc.collect()  # a scheduler keeps a deleted optimizer alive until then
+            if self._taken(layer):
+                raise UsageError(f"this {layer} is trained by another gft.GFT already; put all weights into one optimizer, "
+                                 "or call the other's release() first")
+
+    def _taken(self, layer: QuantLayer) -> bool:
+        return layer.votes is not None and layer.votes.optimizer() not in (None, self)
+
+    def _attach(self, group: dict[str, Any]) -> None:
+        """Give each layer of a group an accumulator for its votes, with what state there is."""
+        self._reported = self._unreported = 0
+        self._compared = False  # with the other ranks
+        new: list[tuple[QuantLayer, VoteAccumulator]] = []
+        for weight in group["params"]:
+            layer = layer_of(weight)
+            if layer is None:
+                raise UsageError("a deep copy of weights does not know its layers; build a new optimizer from "
+                                 "gft.quantized(model) and give it this one's state_dict")
+            group["rule"].storage_for(layer.storage)  # raises where a loaded rule cannot train this weight
+            votes = VoteAccumulator(group["vote"], group["seed"], self._number(layer))
+            votes.layer, votes.optimizer = weakref.ref(layer), weakref.ref(self)
+            votes.step, votes.rank, votes.world = group["step"], self.ranks.rank, self.ranks.world
+            votes.in_backward = group["in_backward"]
+            for name in RUNNING:
+                setattr(votes, name, self.state[weight].get(name))
+            votes.check_state(layer.inputs, (layer.rows, layer.columns))
+            new.append((layer, votes))
+        for layer, votes in new:  # all of them, or none
+            layer.votes = self._accumulators[layer.weight] = votes
+
+    def _number(self, layer: QuantLayer) -> int:
+        """A layer's number in the random streams: its place in the model; where that is not known, or two models are trained
+        together, the next that is free. Saved, so that a resumed run draws the same."""
+        state = self.state[layer.weight]
+        if "number" not in state:
+            taken = {other["number"] for other in self.state.values() if "number" in other}
+            first = len(taken) if layer.number is None else layer.number
+            state["number"] = next(number for number in range(first, first + len(taken) + 1) if number not in taken)
+        return state["number"]
+
+    def check(self, only: Tensor | None = None) -> None:
+        """Check the settings, which a scheduler or a user may have changed, and let the weights be stored as the rules need
+        them (inside backward `only` the one whose turn it is: the others are still in use). Called before any moves."""
+        wanted: list[tuple[QuantLayer, VoteAccumulator, Rule, Storage]] = []
+        for group in self.param_groups:
+            check_settings(group, self.ranks)
+            rule = group["rule"]
+            for weight in group["params"]:
+                votes = self._accumulators[weight]
+                if votes.prepared_for is not rule and (layer := votes.layer()) is not None:
+                    wanted.append((layer, votes, rule, rule.storage_for(layer.storage)))
+        for layer, votes, rule, storage in wanted:
+            if only is None or layer.weight is only:
+                layer.store_as_(storage)
+                votes.prepared_for = rule
+
+    def layers(self) -> list[QuantLayer]:
+        """The layers whose weights this optimizer trains, as far as they are still there."""
+        return [layer for votes in self._accumulators.values() if (layer := votes.layer()) is not None]
+
+    def release(self) -> None:
+        """Give the weights free for another optimizer. This one moves nothing any more."""
+        for votes in self._accumulators.values():
+            layer = votes.layer()
+            votes.discard()
+            if layer is not None and layer.votes is votes:
+                layer.votes = None
+
+    # ------------------------------------------------------------------ a step
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the votes cast since the last step."""
+        for votes in self._accumulators.values():
+            votes.discard()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Move the weights by the votes cast since the last step."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.check()
+        self._all_reduce_votes()
+        for group in self.param_groups:
+            accumulators = [self._accumulators[weight] for weight in group["params"]]
+            if not group["in_backward"]:
+                self._move([one for one in accumulators if one.votes is not None], group)
+            renew(accumulators)
+            for weight, votes in zip(group["params"], accumulators, strict=True):
+                votes.vote, votes.seed = group["vote"], group["seed"]  # not before: votes were cast by the old ones
+                kept = {name: getattr(votes, name) for name in RUNNING}
+                self.state[weight].update({name: scale for name, scale in kept.items() if scale is not None})
+            self._count_flips(group)
+            self._advance(group)
+        self._report_not_finite()
+        return loss
+
+    def _move(self, accumulators: Sequence[VoteAccumulator], group: Mapping[str, Any], call: int = 0) -> None:
+        """Move some weights of a group by their votes, those on one device together."""
+        rule, lr = group["rule"], group["lr"]
+        votes: list[Any] = [one.votes for one in accumulators]
+        if rule.orthogonalize:
+            votes = orthogonalized_over(self.ranks, votes)
+        by_device: dict[torch.device, list[tuple[VoteAccumulator, WeightStep]]] = {}
+        for one, beta in zip(accumulators, votes, strict=True):
+            if (layer := one.layer()) is not None:
+                bound = BOUND if rule.orthogonalize else one.bound
+                weight = WeightStep(layer.weight.detach(), beta, bound, layer.storage, layer.scale_number(),
+                                    one.key(0, call), one.second_moment)
+                by_device.setdefault(weight.stored.device, []).append((one, weight))
+        for device, some in by_device.items():
+            # As a tensor only where a GPU reads it itself.
+            rate = lr if isinstance(lr, Tensor) and lr.is_cuda and device.type == "cuda" else float(lr)
+            results = rule.step([weight for _, weight in some], rate)
+            for (one, _), (flips, second_moment) in zip(some, results, strict=True):
+                if flips is not None:
+                    one.flips = flips if one.flips is None else one.flips + flips
+                one.new_second_moment = second_moment
+
+    @torch.no_grad()
+    def move_in_backward(self, weight: Tensor) -> None:
+        """Move one weight by the votes of the backward pass that is under way, and drop them."""
+        self.check(only=weight)
+        group = next(group for group in self.param_groups if any(weight is other for other in group["params"]))
+        votes = self._accumulators[weight]
+        self._move([votes], group, call=votes.backwards - 1)
+        votes.drop_votes()
+        if votes.flips is not None:  # until the step; the scratch it may be a view of should not live as long
+            votes.flips = votes.flips.clone()
+
+    def _all_reduce_votes(self) -> None:
+        """Take the votes of the other ranks in, if there are any."""
+        if ranks_of(self._process_group) != self.ranks:
+            raise UsageError("torch.distributed was initialised or ended after this optimizer was made; make gft.GFT after "
+                             "init_process_group, or pass process_group=False to train alone")
+        if self.ranks.world == 1:
+            return
+        layers = self.layers()
+        if not self._compared:
+            settings = [{key: group[key] for key in self.defaults if key in group} for group in self.param_groups]
+            check_alike(self.ranks, fingerprint(layers, settings), layers[0].weight.device)
+            self._compared = True
+        all_reduce_votes(layers, [self.state[layer.weight] for layer in layers], self.ranks)
+
+    def _count_flips(self, group: dict[str, Any]) -> None:
+        """Take the step's flips over from the accumulators. In place, as all state is renewed: a captured CUDA graph writes
+        where it wrote when it was captured. All layers in one launch or two, where there are launches."""
+        moved = []
+        for weight in group["params"]:
+            state, votes = self.state[weight], self._accumulators[weight]
+            if votes.flips is not None:
+                for name in ("flips", "last_flips"):
+                    if name not in state:  # not setdefault, which would launch a fill each time
+                        state[name] = torch.zeros_like(votes.flips)
+                moved.append((votes.flips, state["flips"], state["last_flips"]))
+            elif "last_flips" in state:
+                state["last_flips"].zero_()
+            votes.flips = None
+        if moved:
+            new, so_far, last = (list(each) for each in zip(*moved, strict=True))
+            torch._foreach_add_(so_far, new)
+            torch._foreach_copy_(last, new)
+
+    def _advance(self, group: dict[str, Any]) -> None:
+        """Count a step where its random numbers are drawn: on a GPU in its memory, so that a captured CUDA graph, which runs
+        no Python, counts too."""
+        clocks: dict[torch.device, int | Tensor] = {}
+        for weight in group["params"]:
+            votes = self._accumulators[weight]
+            if weight.device not in clocks:
+                step = votes.step
+                if isinstance(step, Tensor) and step.device == weight.device:
+                    step.add_(1)
+                else:
+                    step = int(step) + 1
+                    step = torch.tensor(step, device=weight.device) if weight.is_cuda else step
+                clocks[weight.device] = step
+            votes.step = clocks[weight.device]
+        group["step"] = next(iter(clocks.values()), group["step"])
+
+    # ------------------------------------------------------------------ what there is to know
+
+    def _report_not_finite(self) -> None:
+        """Warn when more gradients were NaN or inf than at the last look. On a GPU a look waits for it, so it is rare, and
+        while a CUDA graph is captured there is none: gft.Captured looks between replays."""
+        self._unreported += 1
+        on_cpu = all(weight.device.type == "cpu" for weight in self._accumulators)
+        if on_cpu or (self._unreported >= GPU_STEPS_BETWEEN_REPORTS and not torch.cuda.is_current_stream_capturing()):
+            self.report_not_finite()
+
+    def report_not_finite(self) -> None:
+        """Warn if gradients were NaN or inf since the last call."""
+        self._unreported = 0
+        count = self.not_finite()
+        if count > self._reported:
+            warnings.warn(f"{count - self._reported} values of grad_output were NaN or inf and cast no vote; lower the "
+                          "loss scale or the dense learning rate", stacklevel=5)
+        self._reported = count
+
+    def flips(self) -> int:
+        """How many times a weight changed its level since the start: the paper's "updates", counted."""
+        return int(sum(int(state.get("flips", 0)) for state in self.state.values()))
+
+    def not_finite(self) -> int:
+        """How many values of grad_output were NaN or inf and cast no vote since this optimizer was made, on this rank."""
+        counts = (votes.not_finite for votes in self._accumulators.values())
+        return sum(int(count) for count in counts if count is not None)
+
+    # ------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's, with plain numbers and strings in the groups: also where a GPU counts the steps, and of the rules."""
+        state = super().state_dict()
+        for group in state["param_groups"]:
+            group["step"] = int(group["step"])
+            group["rule"], group["vote"] = group["rule"].to_dict(), group["vote"].to_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave. Nothing is changed if it does not fit."""
+        groups = [self._read_group(group) for group in state_dict["param_groups"]]
+        before = super().state_dict()
+        try:
+            super().load_state_dict({**state_dict, "param_groups": groups})
+        except UsageError:
+            super().load_state_dict(before)
+            raise
+
+    @staticmethod
+    def _read_group(group: Mapping[str, Any]) -> dict[str, Any]:
+        if not isinstance(group.get("vote"), (Mapping, Vote)) or not isinstance(group.get("rule"), (Mapping, Rule)):
+            raise UsageError("this optimizer state_dict is of a version of gft with other settings, or of another "
+                             "optimizer; load the model alone and start a new optimizer")
+        rule, vote = group["rule"], group["vote"]
+        return {**group, "rule": rule if isinstance(rule, Rule) else Rule.from_dict(dict(rule)),
+                "vote": vote if isinstance(vote, Vote) else Vote.from_dict(dict(vote))}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle. A group cannot be pickled: whoever reads this goes on in the default one, or alone if it was alone."""
+        return {**super().__getstate__(), "_process_group": False if self._process_group is False else None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # also the last act of load_state_dict
+        self._accumulators = {}
+        self.ranks = ranks_of(self._process_group)
+        for group in self.param_groups:
+            check_settings(group, self.ranks)
+        for group in self.param_groups:
+            self._attach(group)
+
+
+def check_settings(group: Mapping[str, Any], ranks: Ranks = ALONE) -> None:
+    """Raise a one-sentence error for a setting no rule can work with."""
+    rule = Rule.check(group["rule"], "rule")
+    Vote.check(group["vote"], "vote")
+    if not (isinstance(group["lr"], Tensor) and group["lr"].is_cuda):  # to look would make the host wait
+        rule.check_lr(float(group["lr"]))
+    seed = group["seed"]
+    if isinstance(seed, bool) or not (isinstance(seed, int) and 0 <= seed < 2**64):
+        raise UsageError(f"seed={seed!r}: give an integer from 0 to 2^64 - 1")
+    if group["in_backward"] and ranks.world > 1:
+        raise UsageError("in_backward=True moves a layer before the votes of other ranks are there; leave it out, or pass "
+                         "process_group=False to train alone")

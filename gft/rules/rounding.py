@@ -1,0 +1,150 @@
+"""Rounding, the default rule: every weight moves by the stochastic rounding of lr times its normalised votes.
+
+    u = clip(votes / sqrt(R · C / M), -4, 4)      R, C, M: means of votes² by row, by column and of all
+    w <- clip(stochastic_round(w - lr/2 · soft_threshold(u)), -I, I)                 packed
+
+    z <- clip(stochastic_round(z - lr · u), -I, I)         kept to within one level of w   with memory
+    w <- round(z)                                          with chance 1 - inertia, else w stays
+
+z is where the votes have carried the weight, w the level that the network computes with. Each step only some of the
+levels follow. Along any direction made of many weights w is then an average of past z that forgets by a share of
+1 - inertia a step, and that is momentum: v <- inertia · v + (1 - inertia) · u; w <- w - lr · v gives the same w. It costs
+no state: what waits is in the memory already. Without inertia w is always round(z), so memory need not tell them apart and
+counts z twice as finely (storage.py). docs/method.md has the algebra.
+
+With memory R, C and M are means over many steps, as Adam's second moment is, factored as Adafactor's: taken from one step's
+votes alone they follow its noise. Without memory they are the step's own, or, with second_moment="running", those means
+scaled as a whole to the step's own M.
+
+Without memory nothing adds votes up over steps, and most of them are noise: soft_threshold(u) = sign(u) · max(|u| - t, 0),
+scaled to rms 1, moves a weight only by what exceeds t, and by default t grows with the spacing of the levels.
+
+From lr to a moved weight:  GFT.step -> Rounding.step -> lr_scale (below) -> ops.rounding_plan -> ops.round_weights.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gft import ops
+from gft.errors import UsageError
+from gft.initialize import SPACING
+from gft.ops.rounding import FOLLOW_ALL, ONE, RoundingJob
+from gft.rules.rule import Rule, StepResult, WeightStep
+from gft.settings import check_choice, check_number
+from gft.storage import Storage
+
+INERTIA = 0.9  # with memory, unless the rule says otherwise
+THRESHOLD_SPACINGS = 1.6  # without memory: 2 rms at 2 bits, 0.57 at 3 and 4
+MOST_THRESHOLD = 3.0  # rms; beyond it next to nothing moves
+PACKED_LR = 0.5  # of lr without memory: nothing averages out what the rounding adds
+REFERENCE_INPUTS = 128  # at which, in a layer that preserves variance, lr is the rms move in levels of a 4-bit grid
+LARGEST_GROWTH = 4.0  # a layer that starts smaller moves as if it were so many times its size, at most
+
+
+@dataclass(frozen=True)
+class Rounding(Rule):
+    """Move every weight by the stochastic rounding of lr times its normalised votes. None: the default for its storage.
+
+    inertia: With memory: the share of levels that wait in a step before they follow where their votes have carried them. It
+        does what momentum does, without its state; 0.9 by default. At 0 every level follows at once, memory counts twice as
+        finely, and large networks are held to small lr; near 1 levels lag far behind.
+    threshold: Packed: votes smaller than this many rms move nothing (soft threshold); by default 2 at 2 bits, 0.57 at 3 and
+        4. At 0 every vote counts, and noise moves most weights; at 3, the most, one vote in 400 counts, and short trainings
+        barely start.
+    second_moment: Packed: rows and columns are normalised by their votes in this "step" alone (the default), or in a
+        "running" mean over many steps. With memory it is always running.
+    orthogonalize: True: half of what moves the weights is the layer's votes with all singular values equal, as Muon does
+        with a gradient. Learns faster where a step has many tokens; costs products of the layer's size cubed, and devices no
+        longer give the same bits (ranks do).
+    """
+
+    inertia: float | None = None
+    threshold: float | None = None
+    second_moment: str | None = None
+    orthogonalize: bool = False  # type: ignore[misc]
+    lr_meaning: ClassVar[str] = "the rms move of a weight in levels"
+
+    def __post_init__(self) -> None:
+        if self.inertia is not None:
+            check_number("inertia", self.inertia, 0.0, 0.999, "it is the share of levels that wait in a step")
+        if self.threshold is not None:
+            check_number("threshold", self.threshold, 0.0, MOST_THRESHOLD, "it counts rms of the votes")
+        check_choice("second_moment", self.second_moment, (None, "step", "running"))
+        check_choice("orthogonalize", self.orthogonalize, (False, True))
+
+    def storage_for(self, storage: Storage) -> Storage:
+        """Refuse a setting that this weight could only ignore; where there is memory, choose its encoding."""
+        kept = f"{storage.bits} bits" + ("" if storage.memory else ", memory=False")
+        if self.inertia and not storage.memory_bits:
+            raise UsageError(f"inertia={self.inertia} needs memory, which this weight ({kept}) has none of; build the layer "
+                             "with memory=True and at most 6 bits, or leave inertia out")
+        if storage.memory_bits:
+            for name in ("threshold", "second_moment"):
+                if getattr(self, name) is not None:
+                    raise UsageError(f"{name}={getattr(self, name)!r} is for weights without memory, and this one ({kept}) "
+                                     f"has it; leave {name} out, or build the layer with memory=False")
+        return replace(storage, inertia=self.follow < FOLLOW_ALL)
+
+    @property
+    def follow(self) -> int:
+        """The chance of a level to follow, in 1/256, and never none."""
+        inertia = INERTIA if self.inertia is None else self.inertia
+        return max(1, round((1 - inertia) * FOLLOW_ALL))
+
+    def threshold_for(self, storage: Storage) -> float:
+        """In rms. A level gone the wrong way costs as much as the grid is coarse, so the default grows with the spacing of
+        what moves: levels, or where bits are to spare fractions of them."""
+        if storage.memory_bits:
+            return 0.0
+        if self.threshold is not None:
+            return self.threshold
+        return min(THRESHOLD_SPACINGS * SPACING[storage.bits + storage.spare_bits], MOST_THRESHOLD)
+
+    def job(self, weight: WeightStep) -> RoundingJob:
+        """What the operations need to move one weight."""
+        storage, threshold = weight.storage, self.threshold_for(weight.storage)
+        levels = levels_per_step(weight.scale, storage.bits, weight.votes.shape[1])
+        levels *= 1.0 if storage.memory_bits else PACKED_LR
+        runs = self._keeps_second_moment(storage)
+        return RoundingJob(weight.stored, weight.votes, storage, weight.key,
+                           lr_scale(levels, storage.resolution, threshold), weight.bound, threshold, self.follow,
+                           weight.second_moment if runs else None, rescale_step=runs and not storage.memory_bits)
+
+    def step(self, weights: Sequence[WeightStep], lr: float | Tensor) -> list[StepResult]:
+        results = ops.round_many([self.job(weight) for weight in weights], lr)
+        return [StepResult(result.flips, result.second_moment if self._keeps_second_moment(weight.storage) else None)
+                for weight, result in zip(weights, results, strict=True)]
+
+    def _keeps_second_moment(self, storage: Storage) -> bool:
+        return storage.memory_bits > 0 or self.second_moment == "running"
+
+
+def levels_per_step(scale: float, bits: int, inputs: int) -> float:
+    """The rms move of a weight at lr = 1, in levels of its own grid.
+
+    The same lr is meant to serve layers of any width, bits and start. So a move is measured in weights, not in levels:
+    0.35 · lr of what a weight is in a layer that preserves variance, 1/sqrt(inputs), however small the layer's own start
+    is. And moves that agree with x add up over the inputs while the weights themselves add up at random, so relative to
+    its output a layer moves sqrt(inputs) times faster: divide by that, too, beyond 128 inputs.
+    """
+    size = min(1 / math.sqrt(inputs), LARGEST_GROWTH * scale / SPACING[bits])
+    return SPACING[4] * size / scale * min(1.0, math.sqrt(REFERENCE_INPUTS / inputs))
+
+
+def rms_beyond(threshold: float) -> float:
+    """The rms of max(|u| - threshold, 0) for Gaussian u of rms 1."""
+    beyond = math.erfc(threshold / math.sqrt(2)) / 2
+    density = math.exp(-(threshold**2) / 2) / math.sqrt(2 * math.pi)
+    return math.sqrt(2 * ((1 + threshold**2) * beyond - threshold * density))
+
+
+def lr_scale(levels: float, resolution: int, threshold: float) -> float:
+    """What lr is multiplied by: the rms move at lr = 1, in 1/65536 of a stored value, of what exceeds the threshold. A
+    float32, so that a lr on the device gives the same bits."""
+    levels = levels / rms_beyond(threshold) if threshold else levels
+    return torch.tensor(levels * resolution * ONE, dtype=torch.float32).item()

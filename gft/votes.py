@@ -1,0 +1,363 @@
+"""Votes: an integer estimate of a weight's gradient, from small integers and their exact product (paper, Section 4.1-4.2).
+
+    votes[o, i] = sum_b  q(grad_output[b, o]) · q(x[b, i])       one integer a weight; the weight moves against its sign
+
+`q` is the only choice:
+
+    Sign     -1, 0, 1: the sign alone. The paper's rule, free of any gradient's size.
+    Ternary  -1, 0, 1: stochastic, so that the mean of q is x / (2.5 rms of its feature)
+    Int4     -7..7:     stochastic rounding, 7 stands for 4 rms
+    Int8     -127..127: stochastic rounding, 127 stands for 16 rms: in attention most of grad_output lies beyond 4
+
+The rms is one running value per feature, renewed once a step, so all micro-batches of a step vote on one scale and their
+votes add up as integers, in any order. Stochastic rounding makes the last three unbiased (up to clipping).
+
+A `VoteAccumulator` belongs to a layer and holds its votes between two steps of the optimizer.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from gft import ops
+from gft.errors import UsageError
+from gft.ops import Quantized
+from gft.philox import NoiseKey
+from gft.settings import Setting, check_choice
+
+RMS_DECAY = 0.9  # of the running mean square, a step
+INT32_BOUND = 2**31  # votes that may reach it are counted in int64
+SMALLEST_RMS = 1e-30  # of a feature that was always 0: its first value other than 0 counts in full
+
+
+# ---------------------------------------------------------------------------------------------------- how votes are cast
+
+
+@dataclass(frozen=True)
+class Vote(Setting):
+    """How x and grad_output are quantized before they are multiplied."""
+
+    bits: ClassVar[int]  # what backward keeps per element of x
+    largest: ClassVar[int]  # the largest |q|
+    reach: ClassVar[float]  # how many rms that stands for; 0: q has no scale
+
+    @property
+    def unit(self) -> float:
+        """What one rms is, in 1/65536 of q."""
+        return self.largest / self.reach * 65536.0
+
+    @property
+    def has_scale(self) -> bool:
+        return self.reach > 0
+
+    def within(self, sequence: int) -> "Vote":
+        """The quantizer of the tokens where `sequence` of them make one sample."""
+        return self
+
+
+@dataclass(frozen=True)
+class Int8(Vote):
+    """8-bit stochastic rounding, 127 for 16 rms: as good as exact x and grad_output. The default."""
+
+    bits, largest, reach = 8, 127, 16.0
+
+
+@dataclass(frozen=True)
+class Int4(Vote):
+    """4-bit stochastic rounding, 7 for 4 rms: half of the activation memory for a little accuracy."""
+
+    bits, largest, reach = 4, 7, 4.0
+
+
+@dataclass(frozen=True)
+class Ternary(Vote):
+    """-1, 0 or 1 with the right mean: a quarter of the activation memory, noisier votes."""
+
+    bits, largest, reach = 2, 1, 2.5
+
+
+@dataclass(frozen=True)
+class Sign(Vote):
+    """The sign alone, as in the paper: every sample counts the same, however small its error.
+
+    per: "token": every row of x is a sample. "sequence": the tokens of a sequence (the positions of an image) are summed
+        first, and the sign of the sum is one vote.
+    literal_mask: True counts only what line 9 of Algorithm 1 prints, where the vote and the weight have opposite signs; the
+        weights can then only grow. Kept for study.
+    """
+
+    per: str = "token"
+    literal_mask: bool = False
+    bits, largest, reach = 2, 1, 0.0
+
+    def __post_init__(self) -> None:
+        check_choice("per", self.per, ("token", "sequence"))
+        check_choice("literal_mask", self.literal_mask, (False, True))
+
+    def within(self, sequence: int) -> Vote:
+        # Inside a sequence sizes count, so its tokens stay int8 until the sign of their sum.
+        return Int8() if self.per == "sequence" and sequence > 1 else self
+
+
+def fixed_point_factors(vote: Vote, rms: Tensor) -> Tensor:
+    """What one unit of each feature is, in 1/65536 of q."""
+    return rms.clamp_min(SMALLEST_RMS).reciprocal() * vote.unit
+
+
+# ---------------------------------------------------------------------------------------------------- counting
+
+
+def count_votes(x: Tensor,  # (n, in) int8
+                grad_output: Tensor,  # (n, out) int8
+                largest: int) -> Tensor:  # (out, in) int32, or int64 where int32 could overflow
+    """grad_output^T · x, exact for any number of tokens."""
+    tokens = x.shape[0]
+    at_once = (2**31 - 1) // largest**2 // 8 * 8
+    dtype = torch.int64 if tokens * largest**2 >= INT32_BOUND else torch.int32
+    votes: Tensor | None = None
+    for start in range(0, tokens, at_once):
+        part = ops.votes_product(grad_output[start : start + at_once], x[start : start + at_once]).to(dtype)
+        votes = part if votes is None else votes.add_(part)
+    return x.new_zeros(grad_output.shape[1], x.shape[1], dtype=dtype) if votes is None else votes
+
+
+def apply_literal_mask(votes: Tensor,  # (out, in): sum of s = q(grad_output) q(x)
+                       counts: Tensor,  # (out, in): sum of |s|
+                       levels: Tensor) -> Tensor:  # (out, in)
+    """Line 9 of Algorithm 1 as printed: a sample counts only where delta · x · w < 0, that is where s · w < 0.
+
+    So a positive weight gets only negative votes and a negative one only positive votes, which both make it grow; a weight
+    at 0 gets none and never moves. The text's own formula has no mask.
+    """
+    positive, negative = (counts + votes) // 2, (counts - votes) // 2
+    return torch.where(levels < 0, positive, torch.where(levels > 0, -negative, 0))
+
+
+def _along_levels(votes: Tensor, levels: Tensor, grad_factors: Tensor, x_factors: Tensor) -> Tensor:
+    """ops.along_levels of some rows, whose columns have as many factors as the rows have input channels."""
+    per_channel = votes.shape[1] // len(x_factors)  # columns: the kernel's size
+    if per_channel > 1:
+        x_factors = x_factors.repeat_interleave(per_channel)
+    return ops.along_levels(votes, levels, grad_factors, x_factors)
+
+
+# Quantized grad_output (n, out) -> (rows of the weight, x (n, in) int8, grad_output (n, those rows) int8), piece by piece.
+Pieces = Callable[[Tensor], Iterable[tuple[slice, Tensor, Tensor]]]
+
+
+class VoteAccumulator:
+    """The votes on one weight between two steps, and the running scales they are cast on. Owned by the layer.
+
+    Random streams: 3·number for the step, +1 for x, +2 for grad_output.
+    """
+
+    def __init__(self, vote: Vote, seed: int, number: int) -> None:
+        self.vote, self.seed = vote, seed
+        self.number = number  # which of the model's layers, for the random streams
+        self.step: int | Tensor = 0
+        self.rank, self.world = 0, 1  # of this process among those whose votes are summed (distributed.py)
+        self.layer: Callable[[], Any] = lambda: None  # weak references: whose votes these are,
+        self.optimizer: Callable[[], Any] = lambda: None  # and who moves the weight
+        self.in_backward = False  # does it move the weight after each backward pass?
+        self.prepared_for: Any = None  # the rule the weight is stored for; None when its bytes have just been loaded
+
+        # Kept from step to step, in the optimizer's state_dict.
+        self.x_rms: Tensor | None = None  # (in,) float32, running; None until the first batch
+        self.grad_rms: Tensor | None = None  # (out,)
+        self.second_moment: Tensor | None = None  # (out + in + 1,) of the votes: by row, by column, of all
+
+        # Since the last step.
+        self.votes: Tensor | None = None  # (out, in) int32 or int64
+        self.tokens = 0  # rows of the product
+        self.samples = 0  # tokens or, where these have one vote together, sequences
+        self.backwards = 0  # backward passes through the layer
+        self.pending = 0  # forward passes in training whose backward has not come yet
+        self.recomputed = 0  # those of them that backward itself has run, for activation checkpointing
+        self.mean_squares: dict[str, Tensor] = {}  # sums over the backward passes, by the name of the scale
+        self.new_second_moment: Tensor | None = None
+        self.flips: Tensor | None = None  # how many levels the moves have changed (int64, on the device)
+        self.not_finite: Tensor | None = None  # how many values of grad_output were NaN or inf, ever (likewise)
+        self._factors: dict[tuple[str, Vote], Tensor] = {}  # fixed_point_factors by scale and quantizer
+
+    # ------------------------------------------------------------------ random numbers
+
+    def key(self, purpose: int, call: int) -> NoiseKey:
+        return NoiseKey(self.seed, self.step, 3 * self.number + purpose, call)
+
+    def call(self, use: int) -> int:
+        """Tells the noise of uses (micro-batches, or one layer used several times) and of ranks apart."""
+        return use * self.world + self.rank
+
+    def next_use(self, training: bool) -> int:
+        """The number of this forward pass. Passes whose backward is still to come are counted, so that a layer that is used
+        several times in one forward draws new noise each time. A recomputation inside backward (activation checkpointing)
+        comes just before the backward passes it serves; an evaluation never comes back."""
+        if not training:
+            return self.backwards
+        if torch._C._current_graph_task_id() != -1:
+            self.recomputed += 1
+            return self.backwards + self.recomputed - 1
+        self.pending += 1
+        return self.backwards + self.pending - 1
+
+    # ------------------------------------------------------------------ what votes can be
+
+    @property
+    def bound(self) -> int:
+        """No |vote| can be larger."""
+        return self.samples if isinstance(self.vote, Sign) else self.tokens * self.vote.largest**2
+
+    @property
+    def wide(self) -> bool:
+        """Could a sum on the way to a vote overflow int32?"""
+        return self.tokens * self.vote.largest**2 >= INT32_BOUND
+
+    # ------------------------------------------------------------------ casting
+
+    def quantize_x(self, x: Tensor, sequence: int, training: bool) -> Quantized:
+        """x is (n, in) float. `sequence`: tokens that make one sample."""
+        vote, key = self.vote.within(sequence), self.key(1, self.call(self.next_use(training)))
+        return ops.quantize(x, self._factors_of("x_rms", vote, x), vote.largest, key)
+
+    def cast(self, pieces: Pieces, x_square: Tensor | None,
+             grad_output: Tensor,  # (n, out) float
+             shape: tuple[int, int],  # (out, in)
+             sequence: int,
+             levels: Tensor | None = None) -> Tensor | None:  # (out, in)
+        """Add the votes of one backward pass. `pieces` pairs the quantized grad_output with the x each row of it is for.
+
+        With `levels` and a quantizer that has a scale, returns an unbiased estimate of sum(gradient · levels): what the
+        votes say about making all weights larger (a layer's gain learns by it).
+        """
+        vote = self.vote.within(sequence)
+        if self.not_finite is None or self.not_finite.device != grad_output.device:
+            self.not_finite = torch.zeros((), dtype=torch.int64, device=grad_output.device)
+        grad_factors = self._factors_of("grad_rms", vote, grad_output)
+        q, grad_square = ops.quantize(grad_output, grad_factors, vote.largest, self.key(2, self.call(self.backwards)),
+                                      self.not_finite)
+        self._note("x_rms", x_square)
+        self._note("grad_rms", grad_square)
+        self.backwards += 1
+        self.pending, self.recomputed = max(self.pending - 1, 0), max(self.recomputed - 1, 0)
+        self.tokens += grad_output.shape[0]
+        self.samples += grad_output.shape[0] // (sequence if self._one_vote_a_sequence(sequence) else 1)
+        if self.votes is not None and self.wide:
+            self.votes = self.votes.to(torch.int64)
+        projection, x_factors = None, self._factors_of("x_rms", vote) if self.vote.has_scale else None
+        for rows, x_piece, grad_piece in pieces(q):
+            votes, counts = self._count(x_piece, grad_piece, sequence)
+            if counts is not None and levels is not None:
+                votes = apply_literal_mask(votes, counts, levels[rows])
+            if levels is not None and grad_factors is not None and x_factors is not None:
+                group, groups = (rows.start or 0) // max(len(votes), 1), max(shape[0] // max(len(votes), 1), 1)
+                part = _along_levels(votes, levels[rows], grad_factors[rows], x_factors.view(groups, -1)[group])
+                projection = part if projection is None else projection + part
+            if self.votes is None and votes.shape == shape:
+                self.votes = votes.to(torch.int64) if self.wide else votes
+                continue
+            if self.votes is None:
+                self.votes = torch.zeros(shape, dtype=torch.int64 if self.wide else torch.int32, device=votes.device)
+            self.votes[rows] += votes
+        return projection
+
+    def _one_vote_a_sequence(self, sequence: int) -> bool:
+        return isinstance(self.vote, Sign) and self.vote.per == "sequence" and sequence > 1
+
+    def _count(self, x: Tensor, grad_output: Tensor, sequence: int) -> tuple[Tensor, Tensor | None]:
+        """Votes, and for the literal mask how many of them there were."""
+        masked = isinstance(self.vote, Sign) and self.vote.literal_mask
+        if self._one_vote_a_sequence(sequence):
+            if masked:
+                return ops.sequence_votes_and_counts(grad_output, x, sequence)
+            return ops.sequence_votes(grad_output, x, sequence), None
+        largest = self.vote.largest
+        return count_votes(x, grad_output, largest), count_votes(x.abs(), grad_output.abs(), largest) if masked else None
+
+    def _factors_of(self, which: str, vote: Vote, values: Tensor | None = None) -> Tensor | None:
+        """The factors of a running rms, made once and renewed with it; at first, of `values` themselves."""
+        if not vote.has_scale:
+            return None
+        rms = getattr(self, which)
+        if rms is None:
+            assert values is not None
+            return fixed_point_factors(vote, ops.mean_square(values).sqrt())
+        if (which, vote) not in self._factors:
+            self._factors[which, vote] = fixed_point_factors(vote, rms)
+        return self._factors[which, vote]
+
+    def _note(self, which: str, square: Tensor | None) -> None:
+        if square is not None:
+            if getattr(self, which) is None:
+                setattr(self, which, square.sqrt())
+            self.mean_squares[which] = self.mean_squares[which] + square if which in self.mean_squares else square
+
+    # ------------------------------------------------------------------ between steps
+
+    def move_in_backward(self, weight: Tensor) -> None:
+        """Let the optimizer move the weight at once, if it wants to."""
+        optimizer = self.optimizer() if self.in_backward else None
+        if optimizer is not None:
+            optimizer.move_in_backward(weight)
+
+    def set_scale(self, which: str, rms: Tensor | None) -> None:
+        """Start a running rms anew."""
+        setattr(self, which, rms)
+        self._factors = {key: factors for key, factors in self._factors.items() if key[0] != which}
+
+    def drop_votes(self) -> None:
+        """They have moved the weight; the count of backward passes and tokens goes on."""
+        self.votes = None
+
+    def discard(self) -> None:
+        """Forget the votes cast since the last step."""
+        self.drop_votes()
+        self.tokens = self.samples = self.backwards = self.pending = self.recomputed = 0
+        self.mean_squares.clear()
+
+    def check_state(self, inputs: int, shape: tuple[int, int]) -> None:
+        """Raise unless the running scales fit a weight of this shape: kernels read them without looking."""
+        rows, columns = shape
+        for name, length in (("x_rms", inputs), ("grad_rms", rows), ("second_moment", rows + columns + 1)):
+            scale = getattr(self, name)
+            if scale is None:
+                continue
+            if not isinstance(scale, Tensor) or scale.dtype is not torch.float32 or tuple(scale.shape) != (length,):
+                found = f"{scale.dtype} of shape {tuple(scale.shape)}" if isinstance(scale, Tensor) else type(scale).__name__
+                raise UsageError(f"the optimizer's state has a {name} that is {found}, where a weight of shape {shape} "
+                                 f"needs float32 of shape ({length},); load the state_dict of an optimizer over this model")
+            if not bool(((scale >= 0) & torch.isfinite(scale)).all()):
+                raise UsageError(f"the optimizer's state has a {name} with negative or not finite numbers; load a "
+                                 "state_dict that is not damaged")
+
+
+def renew(accumulators: Sequence[VoteAccumulator]) -> None:
+    """The step is done: renew all running scales, in place, and start the next count."""
+    # Of x and grad_output and of all layers in one launch or two, where there are launches.
+    noted = [(one, which) for one in accumulators for which in one.mean_squares]
+    if noted:
+        running = [getattr(one, which) for one, which in noted]
+        new = [one.mean_squares[which] / one.backwards if one.backwards > 1 else one.mean_squares[which]
+               for one, which in noted]
+        mixed = torch._foreach_lerp(new, torch._foreach_mul(running, running), RMS_DECAY)  # type: ignore[arg-type]
+        torch._foreach_copy_(running, torch._foreach_sqrt(mixed))
+    kept = [(factors, getattr(one, which), vote.unit) for one, which in noted
+            for (name, vote), factors in one._factors.items() if name == which]
+    if kept:  # fixed_point_factors
+        factors, running, units = (list(each) for each in zip(*kept, strict=True))
+        inverse = torch._foreach_reciprocal(torch._foreach_clamp_min(running, SMALLEST_RMS))
+        torch._foreach_copy_(factors, torch._foreach_mul(inverse, units))
+    running, new = [], []
+    for one in accumulators:
+        if one.new_second_moment is not None:
+            if one.second_moment is None:
+                one.second_moment = torch.empty_like(one.new_second_moment)
+            running.append(one.second_moment)
+            new.append(one.new_second_moment)
+            one.new_second_moment = None
+    if running:
+        torch._foreach_copy_(running, new)
+    for one in accumulators:
+        one.discard()

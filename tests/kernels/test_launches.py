@@ -1,0 +1,102 @@
+"""How kernels are launched: within the limits of a grid, and many weights of a kind at once."""
+
+import random
+
+import pytest
+import torch
+from kernel_cases import DEVICE, KEY, on, random_job
+
+from gft import ops
+from gft.storage import Storage
+
+pytest.importorskip("triton")
+from gft.ops import triton as twins
+from gft.ops.triton import activations, alike, factors, levels, update
+
+MOST = 65_535  # programs along a grid's second and third dimension
+
+
+class Recorded:
+    """A kernel that remembers its grids; it runs if it is given one to run."""
+
+    def __init__(self, kernel=None):
+        self.kernel, self.grids = kernel, []
+
+    def __getitem__(self, grid):
+        self.grids.append(grid)
+        return (lambda *_, **__: None) if self.kernel is None else self.kernel[grid]
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """recorded(module, name) puts a Recorded in a kernel's place."""
+
+    def put(module, name, runs=False):
+        kernel = Recorded(getattr(module, name) if runs else None)
+        monkeypatch.setattr(module, name, kernel)
+        return kernel
+
+    return put
+
+
+def programs(kernel):
+    (grid,) = kernel.grids
+    assert all(size <= MOST for size in grid[1:])
+    return grid[0]
+
+
+def test_a_convolution_of_millions_of_positions_is_quantized_in_one_launch(recorded):
+    kernel = recorded(activations, "_quantize_kernel")
+    recorded(activations, "_mean_kernel")
+    tokens = (MOST + 2) * activations.LANES * activations.RUN
+    twins.quantize(torch.empty(tokens, 1, dtype=torch.bfloat16, device=DEVICE), torch.ones(1, device=DEVICE), 7, KEY)
+    assert programs(kernel) == MOST + 2
+
+
+def test_activations_of_millions_of_tokens_are_packed_in_one_launch(recorded):
+    pack, unpack = recorded(levels, "_pack_kernel"), recorded(levels, "_levels_kernel")
+    columns = (MOST + 2) * levels.COLUMNS
+    packed = twins.pack_fields(torch.empty(1, columns, dtype=torch.int8, device=DEVICE), 2, 1)
+    twins.unpack_fields(packed, 2, 1, columns)
+    assert programs(pack) == programs(unpack) == MOST + 2
+
+
+def test_a_weight_of_millions_of_columns_moves_in_one_launch(recorded):
+    squares, move = recorded(factors, "_squares_kernel"), recorded(update, "_move_kernel")
+    recorded(factors, "_factors_kernel")
+    votes = torch.empty(1, (MOST + 2) * 128 + 8, dtype=torch.int32, device=DEVICE)
+    storage = Storage(2, False)
+    stored = torch.empty(1, storage.bytes_per_row(votes.shape[1]), dtype=torch.uint8, device=DEVICE)
+    twins.round_many([ops.RoundingJob(stored, votes, storage, KEY, 1.0, 9)], 0.5)
+    assert programs(squares) > MOST
+    assert programs(move) > MOST
+
+
+def test_a_step_launches_by_kinds_of_weights_and_not_by_weights(recorded):
+    kernels = [recorded(factors, "_squares_kernel"), recorded(factors, "_factors_kernel"), recorded(update, "_move_kernel")]
+    shapes = [(9, 3), (3, 3), (12, 3), (3, 12)] * 6
+    twins.round_many([on(DEVICE, random_job(Storage(2), shape, running=True)) for shape in shapes], 0.4)
+    assert [len(kernel.grids) for kernel in kernels] == [4, 4, 4]
+
+
+def test_a_setting_that_differs_is_a_kind_of_its_own(recorded):
+    kernel = recorded(update, "_move_kernel")
+    recorded(factors, "_squares_kernel")
+    recorded(factors, "_factors_kernel")
+    settings = [{}, {"threshold": 0.5}, {"follow": 9}, {"rescale_step": True}, {"running": True}, {"seed": 3}]
+    jobs = [on(DEVICE, random_job(Storage(2), (9, 8), **some)) for some in settings]
+    jobs.append(on(DEVICE, random_job(Storage(2, inertia=False), (9, 8))))
+    twins.round_many(jobs, 0.4)
+    assert sorted(grid[1] for grid in kernel.grids) == [1, 1, 1, 1, 1, 2]
+
+
+@pytest.mark.parametrize("most", [1, 2, 5])
+def test_shared_launches_hold_each_weight_once_and_no_two_kinds(most, monkeypatch):
+    monkeypatch.setattr(alike, "MOST_LAYERS", most)
+    kinds = random.Random(most).choices("abc", weights=[7, 2, 1], k=12)
+    shared = alike.shared_launches(kinds)
+    assert sorted(number for numbers in shared for number in numbers) == list(range(12))
+    assert all(len({kinds[number] for number in numbers}) == 1 for numbers in shared)
+    assert len(shared) == sum(-(-kinds.count(kind) // most) for kind in set(kinds))
+    assert [alike.padded(numbers)[: len(numbers)] for numbers in shared] == [tuple(numbers) for numbers in shared]
+    assert {len(alike.padded([0] * count)) for count in range(1, 9)} == {1, 2, 4, 8}

@@ -1,0 +1,84 @@
+"""x and grad_output as small integers: C and Triton give the definition's numbers."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from kernel_cases import KEY
+
+from gft import ops
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # as on a GPU, and mended there, too
+SHAPES = [pytest.param((1, 64), 7, torch.float32, id="row"), pytest.param((63, 65), 127, torch.bfloat16, id="odd"),
+          pytest.param((130, 97), 1, torch.float32, id="blocks"), pytest.param((131, 72), 127, torch.float16, id="eights"),
+          pytest.param((144, 128), 7, torch.bfloat16, id="even"), pytest.param((329, 8), 127, torch.float32, id="chunks")]
+
+
+def random_values(shape, dtype):
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(3)) * 3
+    values[0, :3] = torch.tensor([float("nan"), float("inf"), -float("inf")])
+    if dtype is not torch.float16:
+        values[0, 3] = 1e25  # its square is too large for float32
+    return values.to(dtype)
+
+
+@pytest.mark.parametrize(("shape", "largest", "dtype"), SHAPES)
+def test_values_are_rounded_as_the_definition_says(backend, shape, largest, dtype):
+    values = random_values(shape, dtype)
+    factors = (torch.rand(shape[1], generator=torch.Generator().manual_seed(4)) + 0.1) * largest * 20000
+    factors[5] = 0
+    expected = ops.quantize.definition(values, factors, largest, KEY)
+    bad = torch.tensor(5, device=backend.device)
+    got = backend.quantize(values.to(backend.device), factors.to(backend.device), largest, KEY, bad)
+    assert torch.equal(got.q.cpu(), expected.q)
+    assert expected.q.any()
+    assert int(expected.q.abs().max()) <= largest
+    torch.testing.assert_close(got.mean_square.cpu(), expected.mean_square, rtol=1e-5, atol=0)
+    assert int(bad) == 5 + 3
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((1, 64), torch.float32), ((63, 65), torch.bfloat16),
+                                              ((144, 72), torch.float32)], ids=str)
+def test_signs_equal_the_definition(triton_twins, shape, dtype):
+    values = random_values(shape, dtype).round()
+    bad = torch.tensor(0, device=triton_twins.device)
+    got = triton_twins.quantize(values.to(triton_twins.device), None, 1, KEY, bad)
+    assert torch.equal(got.q.cpu(), ops.quantize.definition(values, None, 1, KEY).q)
+    assert got.mean_square is None
+    assert int(bad) == 3
+    again = triton_twins.quantize(values.to(triton_twins.device), None, 1, KEY)
+    assert torch.equal(again.q, got.q)
+
+
+def test_a_step_on_the_device_gives_the_same_numbers(backend):
+    values, factors = random_values((9, 24), torch.float32).to(backend.device), torch.full((24,), 1e5, device=backend.device)
+    there = replace(KEY, step=torch.tensor(77, device=backend.device))
+    assert torch.equal(backend.quantize(values, factors, 7, there).q, backend.quantize(values, factors, 7, KEY).q)
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_c_gives_the_same_whatever_the_threads(c_twins, threads, monkeypatch):
+    values, factors = random_values((300, 77), torch.float32), torch.full((77,), 1e6)
+    one = c_twins.quantize(values, factors, 127, KEY)
+    monkeypatch.setattr("gft.ops.native.LEAST_A_THREAD", 100)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    other = c_twins.quantize(values, factors, 127, KEY)
+    assert torch.equal(one.q, other.q)
+    assert torch.equal(one.mean_square, other.mean_square)
+
+
+def test_no_values_have_mean_square_zero():
+    got = ops.quantize(torch.zeros(0, 5), torch.ones(5), 7, KEY)
+    assert got.q.shape == (0, 5)
+    assert got.mean_square.tolist() == [0.0] * 5
+
+
+@pytest.mark.gpu
+def test_more_tokens_than_a_grid_has_rows_are_rounded():
+    """Convolutions have millions of output positions: 224² at a batch of 84."""
+    values = torch.randn(65_536 * 64 + 100, 3, device="cuda")
+    factors = torch.full((3,), 1e6, device="cuda")
+    got = ops.quantize(values, factors, 127, KEY)
+    expected = ops.quantize.definition(values, factors, 127, KEY)
+    assert torch.equal(got.q, expected.q)
+    torch.testing.assert_close(got.mean_square, expected.mean_square, rtol=1e-4, atol=0)
