@@ -1,0 +1,315 @@
+"""Tables of the documentation, made from results/: no number in them is typed by hand.
+
+A Markdown file marks where a table goes, and everything between the marks is written anew:
+
+    <!-- table: mnist-dnn -->
+    ...
+    <!-- end -->
+
+    python -m gft.lab.pages            # rewrite README.md, docs/results.md and docs/benchmarks.md
+    python -m gft.lab.pages --check    # change nothing; exit 1 if a file is out of date
+
+`PAGES` says which names there are and which function writes each.
+"""
+
+import argparse
+import csv
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gft.errors import UsageError
+from gft.files import write_text
+from gft.lab.markdown import table
+
+Row = Mapping[str, Any]  # of a table.json: all runs of one recipe
+ROOT = Path(__file__).resolve().parents[2]
+FILES = ("README.md", "docs/results.md", "docs/benchmarks.md")
+REGION = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n)(?P<body>.*?)(<!-- end -->)", re.DOTALL)
+
+TABLES = {
+    "shakespeare-gpt": "nanoGPT, Tiny Shakespeare",
+    "mnist-vit": "ViT, MNIST",
+    "imagenette-vit": "ViT, Imagenette",
+    "mnist-dnn": "DNN, MNIST",
+    "depth": "ternary DNN by depth, MNIST",
+}
+VARIANTS = {"": "with memory", "-packed": "packed", "-paper": "`gft.PAPER`"}
+HARDEST = ("Hybrid-2 2bit", "Quantized 2bit")  # of a table, the row with the fewest bits in the most places
+# What others published of the same network, for a reader who wonders about our full precision: nanoGPT's README, "best
+# validation loss", 5000 steps of 64 × 256 characters.
+PUBLISHED = {"shakespeare-gpt": ("nanoGPT's README", 1.4697)}
+
+
+# ---------------------------------------------------------------------------------------------------- Markdown
+
+
+def fill(text: str, results: Path) -> str:
+    """The same Markdown with every marked region written anew from the results."""
+
+    def region(found: re.Match[str]) -> str:
+        if found["name"] not in PAGES:
+            raise UsageError(f"no table {found['name']!r} can be written; choose one of {', '.join(PAGES)}")
+        if "<!-- table:" in found["body"]:
+            raise UsageError(f"the region of table {found['name']} has no end; write <!-- end --> below it")
+        return f"{found[1]}{PAGES[found['name']](results)}\n{found[4]}"
+
+    filled = REGION.sub(region, text)
+    if text.count("<!-- table:") != len(REGION.findall(text)):
+        raise UsageError("a region begins with '<!-- table: NAME -->' on a line of its own and ends with '<!-- end -->'")
+    return filled
+
+
+def rewrite(file: Path, results: Path) -> bool:
+    """Write a file's regions anew, in place; False if it was up to date already."""
+    text = file.read_text(encoding="utf-8")
+    filled = fill(text, results)
+    if filled != text:
+        write_text(file, filled)
+    return filled != text
+
+
+# ---------------------------------------------------------------------------------------------------- cells
+
+
+def read_rows(results: Path, folder: str) -> dict[str, Row]:
+    """Name -> row of a table.json; empty if there is none."""
+    file = results / folder / "table.json"
+    return {row["name"]: row for row in json.loads(file.read_text(encoding="utf-8"))["rows"]} if file.exists() else {}
+
+
+def digits(row: Row) -> int:
+    return 3 if row["metric"] == "loss" else 2
+
+
+def value(row: Row) -> str:
+    places = digits(row)
+    return f"{row['mean']:.{places}f}" + (f" ± {row['std']:.{places}f}" if row["n"] > 1 else "")
+
+
+def signed(number: float, places: int) -> str:
+    return f"{number:+.{places}f}".replace("-", "−")
+
+
+def better(row: Row, other: float) -> bool:
+    """Is the row at least as good as that number?"""
+    return row["mean"] <= other if row["lower_is_better"] else row["mean"] >= other
+
+
+def spaced(name: str) -> str:
+    """Hybrid-1 4bit -> Hybrid-1 4 bit."""
+    return re.sub(r"(\d)bit\b", r"\1 bit", name)
+
+
+def is_float(row: Row) -> bool:
+    return row["bits"] == 32
+
+
+def in_ranges(numbers: Iterable[int]) -> str:
+    """0, 1, 2, 5 -> 0 to 2, 5."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
+
+
+def once(words: Iterable[str]) -> str:
+    """"a, b", "b" -> "a, b"."""
+    return ", ".join(dict.fromkeys(word for text in words for word in text.split(", ")))
+
+
+def deviation(rows: Iterable[Row]) -> tuple[float, int]:
+    """How far a run deviates from its row's mean, pooled over rows; and by how many degrees of freedom that is known."""
+    rows = list(rows)
+    degrees = sum(row["n"] - 1 for row in rows)
+    return math.sqrt(sum((row["n"] - 1) * row["std"] ** 2 for row in rows) / max(degrees, 1)), degrees
+
+
+# ---------------------------------------------------------------------------------------------------- tables
+
+
+def headline(results: Path) -> str:
+    """The README's: the hardest row of each network, two bits in every matrix of its body."""
+    lines = []
+    for name, title in TABLES.items():
+        rows = {variant: read_rows(results, name + variant) for variant in VARIANTS}
+        floats = next((row for row in rows[""].values() if is_float(row)), None)
+        hardest = next((row for row in HARDEST if row in rows[""]), None)
+        if floats is None or hardest is None:
+            continue
+        ours, packed = rows[""][hardest], rows["-packed"].get(hardest)
+        unit = "nats" if ours["lower_is_better"] else "%"
+        published = f" ({PUBLISHED[name][0]}: {PUBLISHED[name][1]})" if name in PUBLISHED else ""
+        lines.append([f"{title}, {unit}", value(floats) + published, f"**{value(ours)}**", value(packed) if packed else "",
+                      f"{floats['paper']:g} → {ours['paper']:g}"])
+    header = ["2-bit weights", "AdamW, float", "gft, 1 B a weight", "gft packed, 0.25 B", "the paper: float → 2 bit"]
+    return table(header, lines)
+
+
+def summary(results: Path) -> str:
+    """How many of the paper's rows each form of ours reaches, and how far its worst row is from our full precision."""
+    lines = []
+    for name, title in TABLES.items():
+        floats, cells = None, []
+        for variant in VARIANTS:
+            rows = list(read_rows(results, name + variant).values())
+            floats = next((row["mean"] for row in rows if is_float(row)), floats)
+            rows = [row for row in rows if not is_float(row)]
+            if not rows:
+                cells.append("")
+                continue
+            reached = sum(better(row, row["paper"]) for row in rows)
+            count = f"{reached} of {len(rows)}"
+            worst = (max if rows[0]["lower_is_better"] else min)(row["mean"] for row in rows)
+            behind = "" if floats is None else f", {signed(worst - floats, digits(rows[0]))}"
+            cells.append((f"**{count}**" if reached == len(rows) else count) + behind)
+        lines.append([title, *cells])
+    return table(["", "with memory, 1 B a weight", "packed, 0.25 or 0.5 B", "`gft.PAPER`, packed"], lines)
+
+
+def paper_table(results: Path, name: str) -> str:
+    """A table of the paper beside ours, then where each of our columns comes from. Bold: at the paper's number or better."""
+    rows = {variant: found for variant in VARIANTS if (found := read_rows(results, name + variant))}
+    floats = next((row for row in rows[""].values() if is_float(row)), None)
+    header = ["row", "paper"] + [cell for variant in rows for cell in (VARIANTS[variant], "gap")]
+    if floats:
+        header.insert(2, "to its float")
+        header.insert(header.index("gap") + 1, "to our float")
+    lines = []
+    for row_name, first in rows[""].items():
+        line = [spaced(row_name) + (" (AdamW)" if is_float(first) else ""), f"{first['paper']:g}"]
+        if floats:
+            line.append("" if is_float(first) else signed(first["paper"] - floats["paper"], 2 if digits(first) == 3 else 1))
+        for variant, found in rows.items():
+            row = found.get(row_name)
+            if row is None:
+                line += ["", ""]
+                continue
+            shown = f"**{value(row)}**" if better(row, row["paper"]) and not is_float(row) else value(row)
+            line += [shown, signed(row["gap"], digits(row))]
+            if floats and not variant:
+                line.append("" if is_float(row) else signed(row["mean"] - floats["mean"], digits(row)))
+        lines.append(line)
+    return table(header, lines) + "\n\n" + provenance({VARIANTS[variant]: found for variant, found in rows.items()})
+
+
+def provenance(columns: Mapping[str, Mapping[str, Row]]) -> str:
+    """Of each column: n, seeds, the spread of its runs, commits, machine, command."""
+    lines = []
+    for name, rows in columns.items():
+        spread, degrees = deviation(rows.values())
+        first = next(iter(rows.values()))
+        lines.append([name, with_exceptions({row_name: str(row["n"]) for row_name, row in rows.items()}),
+                      in_ranges(seed for row in rows.values() for seed in row["seeds"]),
+                      f"{spread:.{digits(first)}f} ({degrees})" if degrees else "unknown",
+                      with_exceptions({row_name: row["commit"] for row_name, row in rows.items()}),
+                      once(row["device"] for row in rows.values()), once(row["torch"] for row in rows.values()),
+                      f"`{first['command']}`"])
+    return table(["column", "n", "seeds", "a run deviates by", "commit", "machine", "torch", "command"], lines)
+
+
+def with_exceptions(values: Mapping[str, str]) -> str:
+    """What most rows have, then what others have and which they are: "3; 5 (Hybrid-2 3 bit)"."""
+    rows_with: dict[str, list[str]] = {}
+    for row, text in values.items():
+        rows_with.setdefault(text, []).append(spaced(row))
+    usual = max(rows_with, key=lambda text: len(rows_with[text]))
+    return "; ".join([usual, *(f"{text} ({', '.join(rows)})" for text, rows in rows_with.items() if text != usual)])
+
+
+def baselines(results: Path) -> str:
+    """Other ways to train the same layers in the same loop: a line a method, a column a number of bits."""
+    rows = read_rows(results, "baselines")
+    methods: dict[str, dict[int, Row]] = {}
+    for row in rows.values():
+        methods.setdefault(row["name"].removesuffix(f" {row['bits']}bit"), {})[row["bits"]] = row
+    lines = []
+    for method, by_bits in methods.items():
+        bytes_a_weight = dict.fromkeys(f"{row['training_bytes_per_weight']:.3g}" for row in by_bits.values())
+        cells = [value(by_bits[bits]) if bits in by_bits else "" for bits in (32, 4, 3, 2)]
+        lines.append([method, ", ".join(bytes_a_weight), *cells])
+    about = [f"n = {once(str(row['n']) for row in rows.values())}",
+             f"seeds {in_ranges(seed for row in rows.values() for seed in row['seeds'])}",
+             f"commit {once(row['commit'] for row in rows.values())}", once(row["device"] for row in rows.values()),
+             f"torch {once(row['torch'] for row in rows.values())}", f"`{next(iter(rows.values()))['command']}`"]
+    return (table(["method", "bytes a weight in training", "float", "4 bit", "3 bit", "2 bit"], lines)
+            + "\n\n" + ", ".join(about) + ".")
+
+
+def energy(results: Path) -> str:
+    """Joules of whole trainings by the GPU's own counter."""
+    report = json.loads((results / "energy-dnn" / "measured.json").read_text(encoding="utf-8"))
+    base = report["rows"][0]
+
+    def milli(pair: Sequence[float]) -> str:
+        return f"{1e3 * pair[0]:.0f} ± {1e3 * pair[1]:.0f}"
+
+    lines = []
+    for row in report["rows"]:
+        shares = [f"{row[kind][0] / base[kind][0]:.2f}" for kind in ("gross_j_per_step", "net_j_per_step")]
+        lines.append([spaced(row["row"]), f"{row['value'][0]:.2f} ± {row['value'][1]:.2f}", milli(row["gross_j_per_step"]),
+                      milli(row["net_j_per_step"]), "" if row is base else " / ".join(shares)])
+    about, n = report["about"], report["repeats"]
+    command = f"{about['command'].partition(' --repeats')[0]} --full --repeats {n}"
+    return (table(["", "accuracy, %", "mJ a step", "mJ a step without idle power", "of AdamW's, with / without idle"], lines)
+            + f"\n\nn = {n}, seeds 0 to {n - 1}, commit {about['commit']}, {about['device']}, torch {about['torch']}:\n"
+            f"`{command}`.")
+
+
+def bench(results: Path) -> str:
+    """The newest row of each benchmark and peer in bench.csv."""
+    with open(results / "bench.csv", encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    newest = {}
+    for row in rows:
+        # "loss, last quarter of 20 steps, 0.0105 moves a weight": what was counted on the way is no part of a case's name.
+        case = re.sub(r", [\d.]+ moves a weight$", "", row["case"])
+        newest[row["bench"], case, row["peer_is"]] = {**row, "case": case}
+    lines = [[row["bench"], row["case"], f"{float(row['ours']):.4g} {row['unit']}", f"{float(row['peer']):.4g}",
+              row["peer_is"], f"{float(row['ratio']):.2f}", row["bar"] + ("" if row["met"] == "True" else ": **missed**"),
+              row["commit"], row["device"]]
+             for row in newest.values()]
+    order = {name: place for place, name in enumerate(dict.fromkeys(row["bench"] for row in rows))}
+    lines.sort(key=lambda line: order[line[0]])
+    return table(["benchmark", "case", "ours", "peer", "the peer is", "ratio", "bar", "commit", "machine"], lines)
+
+
+PAGES: dict[str, Callable[[Path], str]] = {
+    "headline": headline,
+    "summary": summary,
+    **{name: lambda results, name=name: paper_table(results, name) for name in TABLES},
+    "baselines": baselines,
+    "energy": energy,
+    "bench": bench,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m gft.lab.pages",
+                                     description="Write the documentation's tables from results/.")
+    parser.add_argument("files", nargs="*", type=Path, default=[ROOT / name for name in FILES],
+                        help="Markdown files with marked regions")
+    parser.add_argument("--results", type=Path, default=ROOT / "results", help="the folder of results")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if a file is out of date")
+    given = parser.parse_args(arguments)
+    stale = 0
+    for file in given.files:
+        if given.check:
+            text = file.read_text(encoding="utf-8")
+            changed = fill(text, given.results) != text
+        else:
+            changed = rewrite(file, given.results)
+        stale += changed
+        print(f"{file}: {'up to date' if not changed else 'out of date' if given.check else 'written'}")
+    return int(given.check and stale > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
