@@ -1,5 +1,7 @@
 """Products of integers: the votes, and the forward product with stored levels."""
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -89,8 +91,17 @@ def linear(x: Tensor,  # (n, columns) float
     return scaled_matmul(x, float_levels(stored, storage, x.shape[1], x.dtype, gain).t(), scale)
 
 
+@cache
+def _cpu_multiplies_bfloat16() -> bool:
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 def scaled_matmul(x: Tensor,  # (n, k)
                   matrix: Tensor,  # (k, m)
                   scale: float) -> Tensor:  # (n, m)
-    """scale · x · matrix in one product; with beta=0 the first argument is not read, only its shape."""
-    return torch.addmm(x.new_empty(1, 1).expand(x.shape[0], matrix.shape[1]), x, matrix, beta=0, alpha=scale)
+    """scale · x · matrix in one product; with beta=0 the first argument is not read."""
+    if x.dtype is torch.bfloat16 and x.device.type == "cpu" and not _cpu_multiplies_bfloat16():
+        # Torch's own product would fail inside, warn, and leave oneDNN for good, also for float32.
+        with torch.autocast("cpu", enabled=False):
+            return scaled_matmul(x.float(), matrix.float(), scale).to(x.dtype)
+    return torch.addmm(x.new_empty(()), x, matrix, beta=0, alpha=scale)

@@ -115,7 +115,7 @@ def test_a_captured_step_learns_by_orthogonalized_votes():
         x = torch.randn(120, 24).cuda()
         y = x[:, :5].argmax(1)
         results.append([take(x, y).item() for _ in range(40)])
-    assert results[1][-1] < 0.5 * results[1][0]
+    assert results[1][-1] < 0.7 * results[1][0]
     assert results[1] == pytest.approx(results[0], rel=0.1, abs=0.05)
 
 
