@@ -6,7 +6,7 @@ Integer arithmetic throughout; the float products are followed by no addition, s
     votes, decode    votes_product, sequence_votes; linear      constants  what a kernel must know of a storage
     levels           float_levels, pack_fields, unpack_fields   alike      several weights in one launch
     factors, update  rounding_plan; moving weights by it        overlap    kernels that begin before the last has ended
-    choice, along    kth_largest; along_levels
+    choice, along    kth_largest; along_levels                  grids      launches longer than a grid's second size
 """
 
 from collections.abc import Callable

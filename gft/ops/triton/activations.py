@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gft.ops import checks
 from gft.ops.activations import LARGEST_SQUARED, Quantized
+from gft.ops.triton.grids import spread, spread_block
 from gft.ops.triton.noise import KEY, key_arguments, load_eights, noise16, noise16_by_eights
 from gft.philox import NoiseKey
 
@@ -102,9 +103,7 @@ def _quantize_kernel(values, factors, out, squares, not_finite, tokens, features
                      SIGN: tl.constexpr, ALIGNED: tl.constexpr, BY_EIGHTS: tl.constexpr, TOP: tl.constexpr,
                      LANES: tl.constexpr, RUN: tl.constexpr, FEATURES: tl.constexpr):
     """Tokens last: the votes are a product over tokens, and int8 tensor cores want those side by side."""
-    # Programs that start one after the other read the same tokens. One number, as a grid's second may not exceed 65,535.
-    blocks = tl.cdiv(features, FEATURES)
-    block, chunk = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    block, chunk = tl.program_id(0), spread_block()  # programs that start one after the other read the same tokens
     first = chunk.to(tl.int64) * (LANES * RUN)
     sums, bad = tl.full((FEATURES,), float("inf"), tl.float32), 0
     if ALIGNED:  # noqa: SIM102  (known when the kernel is compiled; the other only when it runs)
@@ -118,7 +117,7 @@ def _quantize_kernel(values, factors, out, squares, not_finite, tokens, features
                                seed, step, noise_stream, call, SIGN, BY_EIGHTS, TOP, LANES * RUN, FEATURES)
     column = block * FEATURES + tl.arange(0, FEATURES)
     tl.store(squares + chunk * features + column, sums, mask=column < features)
-    tl.store(not_finite + tl.program_id(0), bad)
+    tl.store(not_finite + chunk * tl.num_programs(0) + block, bad)
 
 
 @triton.jit(do_not_specialize=["chunks", "tokens", "programs"])
@@ -152,11 +151,12 @@ def quantize(values: Tensor, factors: Tensor | None, largest: int, key: NoiseKey
         return torch.empty(shape, dtype=dtype, device=values.device)
 
     q, mean = empty(features, tokens, dtype=torch.int8), empty(features)
-    blocks, chunks = triton.cdiv(features, FEATURES), triton.cdiv(tokens, LANES * RUN)
+    grid = triton.cdiv(features, FEATURES), *spread(triton.cdiv(tokens, LANES * RUN))
+    blocks, chunks = grid[0], grid[1] * grid[2]
     squares, bad = empty(chunks, features), empty(chunks, blocks, dtype=torch.int32)
     aligned = tokens % 16 == 0 and features % 8 == 0 and values.data_ptr() % 16 == 0
     with torch.cuda.device_of(values):  # Triton launches on the current device, not on the tensor's
-        _quantize_kernel[(blocks * chunks,)](
+        _quantize_kernel[grid](
             values, mean if factors is None else factors.contiguous(), q, squares, bad, tokens, features, LARGEST_SQUARED**2,
             **key_arguments(key, values), SIGN=factors is None, ALIGNED=aligned, BY_EIGHTS=features % 8 == 0,
             TOP=float(largest * 65536), LANES=LANES, RUN=RUN, FEATURES=FEATURES, num_warps=WARPS, maxnreg=MOST_REGISTERS)

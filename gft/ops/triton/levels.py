@@ -8,24 +8,18 @@ from torch import Tensor
 from gft.errors import UsageError
 from gft.ops import checks
 from gft.ops.triton.constants import constants_of
+from gft.ops.triton.grids import spread, spread_block
 from gft.storage import Storage
 
 ROWS, COLUMNS = 4, 512  # of a program
 
 
 @triton.jit
-def _blocks(rows, ROWS: tl.constexpr):
-    """A program's block of rows and its block of columns. One number, not two: a grid's second may not exceed 65,535."""
-    row_blocks = tl.cdiv(rows, ROWS)
-    return tl.program_id(0) % row_blocks, tl.program_id(0) // row_blocks
-
-
-@triton.jit
 def _levels_kernel(stored, levels, gain, rows, columns, bytes_a_row, GAINED: tl.constexpr,
                    PACKED: tl.constexpr, WIDTH: tl.constexpr, LARGEST: tl.constexpr, MEMORY_BITS: tl.constexpr,
                    SPARE_BITS: tl.constexpr, INERTIA: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr):
-    row_block, block = _blocks(rows, ROWS)
-    row = row_block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    block = spread_block()
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     byte = block * BYTES + tl.arange(0, BYTES)
     inside = (row < rows)[:, None] & (byte < bytes_a_row)[None, :]
     raw = tl.load(stored + row[:, None] * bytes_a_row + byte[None, :], mask=inside, other=0).to(tl.int32)
@@ -72,7 +66,7 @@ def _unpacked(stored: Tensor, columns: int, dtype: torch.dtype, constants: dict[
     if levels.numel():
         bytes_at_once = COLUMNS * constants["WIDTH"] // 8
         with torch.cuda.device_of(stored):
-            _levels_kernel[(triton.cdiv(rows, ROWS) * triton.cdiv(bytes_a_row, bytes_at_once),)](
+            _levels_kernel[(triton.cdiv(rows, ROWS), *spread(triton.cdiv(bytes_a_row, bytes_at_once)))](
                 stored, levels, levels if gain is None else gain, rows, columns, bytes_a_row, GAINED=gain is not None,
                 **constants, ROWS=ROWS, BYTES=bytes_at_once)
     return levels
@@ -82,8 +76,8 @@ def _unpacked(stored: Tensor, columns: int, dtype: torch.dtype, constants: dict[
 def _pack_kernel(numbers, packed, rows, columns, bytes_a_row,
                  WIDTH: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr):
     PER_BYTE: tl.constexpr = 8 // WIDTH
-    row_block, block = _blocks(rows, ROWS)
-    row = row_block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    block = spread_block()
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     byte = block * BYTES + tl.arange(0, BYTES)
     column = block * BYTES * PER_BYTE + tl.arange(0, BYTES * PER_BYTE)
     live = (row < rows)[:, None] & (column < columns)[None, :]
@@ -103,6 +97,6 @@ def pack_fields(numbers: Tensor, width: int, offset: int) -> Tensor:
     packed = torch.empty(rows, bytes_a_row, dtype=torch.uint8, device=numbers.device)
     if packed.numel():
         with torch.cuda.device_of(numbers):
-            _pack_kernel[(triton.cdiv(rows, ROWS) * triton.cdiv(bytes_a_row, bytes_at_once),)](
+            _pack_kernel[(triton.cdiv(rows, ROWS), *spread(triton.cdiv(bytes_a_row, bytes_at_once)))](
                 numbers, packed, rows, columns, bytes_a_row, WIDTH=width, OFFSET=offset, ROWS=ROWS, BYTES=bytes_at_once)
     return packed
