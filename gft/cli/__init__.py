@@ -19,7 +19,7 @@ try:
     from gft.lab import data as datasets
     from gft.lab import demo as demonstration
     from gft.lab import generate as writing
-    from gft.lab import report, tables, train
+    from gft.lab import pages, report, tables, train
     from gft.lab.bench.run import run as run_benchmarks
     from gft.lab.display import console, watch
     from gft.lab.recipes import RECIPES, find
@@ -129,6 +129,17 @@ def report_command(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A
 def show_table(folder: Path, rows: list[dict[str, Any]]) -> None:
     console.print(report.terminal_table(folder.name, rows))
     console.print(f"Written: {folder}/table.md, table.json, runs.jsonl, curves.png, curves.svg")
+
+
+@app.command("pages")
+def pages_command(check: Annotated[bool, typer.Option("--check", help="Only look; exit 1 if one is out of date.")] = False,
+                  ) -> None:
+    """Write the tables in README.md and docs/ again from results/."""
+    seen = list(pages.update(check=check))
+    for file, changed in seen:
+        console.print(f"{file}: {'up to date' if not changed else 'out of date' if check else 'written'}", soft_wrap=True)
+    if check and any(changed for _, changed in seen):
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -6,19 +6,17 @@ A Markdown file marks where a table goes, and everything between the marks is wr
     ...
     <!-- end -->
 
-    python -m gft.lab.pages            # rewrite README.md, docs/results.md and docs/benchmarks.md
-    python -m gft.lab.pages --check    # change nothing; exit 1 if a file is out of date
+    gft pages            # rewrite README.md, docs/results.md and docs/benchmarks.md
+    gft pages --check    # change nothing; exit 1 if a file is out of date
 
 `PAGES` says which names there are and which function writes each.
 """
 
-import argparse
 import csv
 import json
 import math
 import re
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,15 +60,6 @@ def fill(text: str, results: Path) -> str:
     if text.count("<!-- table:") != len(REGION.findall(text)):
         raise UsageError("a region begins with '<!-- table: NAME -->' on a line of its own and ends with '<!-- end -->'")
     return filled
-
-
-def rewrite(file: Path, results: Path) -> bool:
-    """Write a file's regions anew, in place; False if it was up to date already."""
-    text = file.read_text(encoding="utf-8")
-    filled = fill(text, results)
-    if filled != text:
-        write_text(file, filled)
-    return filled != text
 
 
 # ---------------------------------------------------------------------------------------------------- cells
@@ -291,25 +280,14 @@ PAGES: dict[str, Callable[[Path], str]] = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m gft.lab.pages",
-                                     description="Write the documentation's tables from results/.")
-    parser.add_argument("files", nargs="*", type=Path, default=[ROOT / name for name in FILES],
-                        help="Markdown files with marked regions")
-    parser.add_argument("--results", type=Path, default=ROOT / "results", help="the folder of results")
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if a file is out of date")
-    given = parser.parse_args(arguments)
-    stale = 0
-    for file in given.files:
-        if given.check:
-            text = file.read_text(encoding="utf-8")
-            changed = fill(text, given.results) != text
-        else:
-            changed = rewrite(file, given.results)
-        stale += changed
-        print(f"{file}: {'up to date' if not changed else 'out of date' if given.check else 'written'}")
-    return int(given.check and stale > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def update(results: Path = ROOT / "results", check: bool = False) -> Iterator[tuple[Path, bool]]:
+    """Write the tables of every page of a checkout anew; with `check` only look. Yields each page and whether it was out of
+    date."""
+    if not results.is_dir():
+        raise UsageError(f"no results at {results}; run this command from a checkout of gft")
+    for file in (results.parent / name for name in FILES):
+        text = file.read_text(encoding="utf-8")
+        written = fill(text, results)
+        if written != text and not check:
+            write_text(file, written)
+        yield file, written != text

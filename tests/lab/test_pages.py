@@ -1,6 +1,7 @@
 """Tables in the documentation say what results/ says; the README stays short; results/ is of the recipes as they are."""
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ RESULTS = ROOT / "results"
 def test_tables_of_the_documentation_are_up_to_date(file):
     text = (ROOT / file).read_text()
     assert pages.REGION.search(text)
-    assert pages.fill(text, RESULTS) == text, "run: python -m gft.lab.pages"
+    assert pages.fill(text, RESULTS) == text, "run: gft pages"
 
 
 def test_every_table_that_can_be_written_stands_somewhere():
@@ -24,14 +25,24 @@ def test_every_table_that_can_be_written_stands_somewhere():
     assert shown == set(pages.PAGES)
 
 
-def test_rewrite_replaces_the_region_and_nothing_else(tmp_path):
-    file = tmp_path / "page.md"
-    file.write_text("before\n<!-- table: summary -->\n| old |\n<!-- end -->\nafter\n")
-    assert pages.rewrite(file, RESULTS)
+def test_update_replaces_the_regions_of_every_page_and_nothing_else(tmp_path):
+    shutil.copytree(RESULTS, tmp_path / "results")
+    (tmp_path / "docs").mkdir()
+    for name in pages.FILES:
+        (tmp_path / name).write_text("before\n<!-- table: summary -->\n| old |\n<!-- end -->\nafter\n")
+    file = tmp_path / pages.FILES[0]
+    assert [changed for _, changed in pages.update(tmp_path / "results", check=True)] == [True] * len(pages.FILES)
+    assert "| old |" in file.read_text()
+    assert [changed for _, changed in pages.update(tmp_path / "results")] == [True] * len(pages.FILES)
     first, *region, last = file.read_text().splitlines()
     assert (first, last) == ("before", "after")
     assert region == ["<!-- table: summary -->", *pages.summary(RESULTS).splitlines(), "<!-- end -->"]
-    assert not pages.rewrite(file, RESULTS)
+    assert not any(changed for _, changed in pages.update(tmp_path / "results"))
+
+
+def test_update_without_results_is_refused(tmp_path, refuses):
+    with refuses(UsageError, "no results at"):
+        list(pages.update(tmp_path / "results"))
 
 
 @pytest.mark.parametrize(("text", "match"), [
