@@ -159,6 +159,8 @@ class QuantLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not torch.is_floating_point(x):
             raise UsageTypeError(f"{type(self).__name__} takes a float input, not {x.dtype}; convert it with x.float()")
+        if not torch.compiler.is_compiling() and self.votes is not None and self.votes.optimizer() is None:
+            self.votes = None  # nobody is left to be moved by them
         gain = None if self.log_gain is None else self.gain()
         # Where votes estimate a gradient they tell the gain's, too, and it goes into the product; else torch keeps the
         # product for it.

@@ -13,6 +13,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +71,7 @@ class GFT(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         settings = {**self.defaults, **param_group, "step": 0}
+        _refuse_loose_settings(param_group)
         check_settings(settings, self.ranks)
         params = param_group["params"]
         params = [params] if isinstance(params, Tensor) else list(params)
@@ -230,6 +232,8 @@ class GFT(Optimizer):
         if self.ranks.world == 1:
             return
         layers = self.layers()
+        if not layers:
+            raise UsageError("the model whose weights this optimizer trains is gone; keep it in a variable while you train")
         if not self._compared:
             settings = [{key: group[key] for key in self.defaults if key in group} for group in self.param_groups]
             check_alike(self.ranks, fingerprint(layers, settings), layers[0].weight.device)
@@ -341,6 +345,16 @@ class GFT(Optimizer):
             check_settings(group, self.ranks)
         for group in self.param_groups:
             self._attach(group)
+
+
+def _refuse_loose_settings(group: Mapping[str, Any]) -> None:
+    """A group may have keys of its own, as labels; but a setting of a rule or a vote beside it would be ignored."""
+    for argument, kind in (("rule", Rule), ("vote", Vote)):
+        for one in kind.kinds():
+            for field in fields(one):
+                if field.name in group:
+                    raise UsageError(f"{field.name} is a setting of the {argument}, not of a group; give the group "
+                                     f"{argument}=gft.{one.__name__}({field.name}={group[field.name]!r})")
 
 
 def check_settings(group: Mapping[str, Any], ranks: Ranks = ALONE) -> None:

@@ -15,17 +15,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gft.ops.moves import move_rows
 from gft.ops.operation import operation
-from gft.philox import NoiseKey, noise16
+from gft.philox import NoiseKey
 from gft.storage import Storage
 
 ONE = 65536  # one stored value, in 16-bit fixed point
 FOLLOW_ALL = 256  # chance 1 of a level to follow
 CLIP = 4.0  # no weight moves by more than 4 times the rms move
 MOST_HALVINGS = 7  # the newest second moments count for no less than 1/2^7: some hundred steps are remembered
-
-# Elements a definition works on at once: on the CPU its dozen passes stay in the cache, on a GPU its scratch stays bounded.
-AT_ONCE = {"cpu": 1 << 17, "cuda": 1 << 26}
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -128,18 +126,12 @@ def round_weights(stored: Tensor,  # (rows, bytes) uint8 or (rows, columns) int8
                   storage: Storage,
                   plan: RoundingPlan,
                   key: NoiseKey) -> Tensor:  # int64 scalar: how many levels changed
-    """Move every weight by the stochastic rounding of its share, some rows at a time."""
-    rows, columns = votes.shape
-    flips = torch.zeros((), dtype=torch.int64, device=stored.device)
-    rows_at_once = max(1, AT_ONCE.get(stored.device.type, AT_ONCE["cuda"]) // max(columns, 1))
-    for start in range(0, rows, rows_at_once):
-        some = slice(start, min(start + rows_at_once, rows))
-        old = storage.values(stored[some], columns)
-        noise = noise16(old.numel(), key, start * columns, stored.device).view_as(old)
-        new = rounded_values(old, votes[some], noise, storage, plan, plan.row[some])
-        flips += (storage.value_levels(new) != storage.value_levels(old)).sum()
-        stored[some] = storage.from_values(new)
-    return flips
+    """Move every weight by the stochastic rounding of its share."""
+
+    def new_values(rows: slice, old: Tensor, noise: Tensor) -> Tensor:
+        return rounded_values(old, votes[rows], noise, storage, plan, plan.row[rows])
+
+    return move_rows(stored, votes.shape[1], storage, key, new_values)
 
 
 def rounded_values(values: Tensor,  # (rows, columns) int8

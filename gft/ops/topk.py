@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gft.ops.moves import move_rows
 from gft.ops.operation import operation
-from gft.ops.rounding import AT_ONCE, ONE
-from gft.philox import NoiseKey, noise16
+from gft.ops.rounding import ONE
+from gft.philox import NoiseKey
 from gft.storage import Storage
 
 
@@ -67,16 +68,10 @@ def topk_weights(stored: Tensor,  # (rows, bytes) uint8 or (rows, columns) int8,
                  storage: Storage,
                  plan: TopKPlan,
                  key: NoiseKey) -> Tensor:  # int64 scalar: how many levels changed
-    """Move the chosen weights one level against their votes, some rows at a time."""
-    rows, columns = votes.shape
-    flips = torch.zeros((), dtype=torch.int64, device=stored.device)
-    rows_at_once = max(1, AT_ONCE.get(stored.device.type, AT_ONCE["cuda"]) // max(columns, 1))
-    for start in range(0, rows, rows_at_once):
-        some = slice(start, min(start + rows_at_once, rows))
-        old = storage.values(stored[some], columns)
-        noise = noise16(old.numel(), key, start * columns, stored.device).view_as(old)
-        moves = torch.where(noise < chances(votes[some], plan), votes[some].sign(), 0)
-        new = (old - moves * storage.unit).clamp(storage.lowest, storage.limit).to(torch.int8)
-        flips += (storage.value_levels(new) != storage.value_levels(old)).sum()
-        stored[some] = storage.from_values(new)
-    return flips
+    """Move the chosen weights one level against their votes."""
+
+    def new_values(rows: slice, old: Tensor, noise: Tensor) -> Tensor:
+        moves = torch.where(noise < chances(votes[rows], plan), votes[rows].sign(), 0)
+        return (old - moves * storage.unit).clamp(storage.lowest, storage.limit).to(torch.int8)
+
+    return move_rows(stored, votes.shape[1], storage, key, new_values)

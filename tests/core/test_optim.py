@@ -419,3 +419,23 @@ def test_gft_refuses_what_is_not_a_quantized_weight(tiny_net, refuses):
         gft.GFT(model.parameters())
     with refuses(TypeError, r"not str"):
         gft.GFT(["weight"])
+
+
+@pytest.mark.parametrize(("loose", "mend"), [({"inertia": 0.5}, r"rule=gft\.Rounding\(inertia=0\.5\)"),
+                                             ({"p_min": 0.1}, r"rule=gft\.TopK"), ({"per": "sequence"}, r"vote=gft\.Sign")])
+def test_a_setting_of_a_rule_beside_the_rule_is_refused(tiny_net, refuses, loose, mend):
+    model = tiny_net()
+    with refuses(ValueError, mend):
+        gft.GFT([{"params": gft.quantized(model), **loose}])
+    gft.GFT([{"params": gft.quantized(model), "name": "a label"}])
+
+
+def test_a_layer_whose_optimizer_is_gone_counts_no_votes_and_says_so(tiny_net, batches):
+    model = tiny_net()
+    optimizer = gft.GFT(gft.quantized(model))
+    x, y = batches[0]
+    F.cross_entropy(model(x), y).backward()
+    del optimizer
+    with pytest.warns(UserWarning, match="has no optimizer"):
+        F.cross_entropy(model(x), y).backward()
+    assert all(layer.votes is None for layer in quantized_layers(model).values())

@@ -208,7 +208,7 @@ def test_rounding_gives_the_same_some_rows_at_a_time(monkeypatch):
     storage, votes = Storage(2, memory=False), random_votes((257, 130))
     stored = random_stored((257, 130), storage)
     whole, result = rounded(votes, 0.7, storage, stored, threshold=0.4)
-    monkeypatch.setitem(ops.rounding.AT_ONCE, "cpu", 50 * 130)
+    monkeypatch.setitem(ops.moves.AT_ONCE, "cpu", 50 * 130)
     assert torch.equal(rounded(votes, 0.7, storage, stored, threshold=0.4)[0], whole)
     assert int(result.flips) > 0
 

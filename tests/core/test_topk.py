@@ -143,6 +143,6 @@ def test_a_chance_is_never_rounded_to_none_nor_given_without_votes():
 def test_topk_gives_the_same_some_rows_at_a_time(monkeypatch):
     stored, votes = random_stored((257, 130), Storage(2)), random_votes((257, 130))
     whole, flips = stepped(stored, votes, Storage(2), k=0.4, p_min=0.01)
-    monkeypatch.setitem(ops.rounding.AT_ONCE, "cpu", 50 * 130)
+    monkeypatch.setitem(ops.moves.AT_ONCE, "cpu", 50 * 130)
     assert torch.equal(stepped(stored, votes, Storage(2), k=0.4, p_min=0.01)[0], whole)
     assert flips > 0
