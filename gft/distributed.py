@@ -49,7 +49,8 @@ ALONE = Ranks()
 
 
 def ranks_of(process_group: "ProcessGroup | bool | None") -> Ranks:
-    """None: torch's default group if there is one, else this process alone. False: alone in any case."""
+    """The processes to train with. None: torch's default group if there is one, else this process alone. False: alone in
+    any case."""
     if process_group is False or (process_group is None and not (dist.is_available() and dist.is_initialized())):
         return ALONE
     if process_group == dist.GroupMember.NON_GROUP_MEMBER:
@@ -147,7 +148,7 @@ class Counts(NamedTuple):
 
 
 def counts_of(votes: VoteAccumulator) -> Counts:
-    """Of this rank alone."""
+    """What this rank alone has counted."""
     lengths = [len(votes.mean_squares[which]) if which in votes.mean_squares else 0 for which in SCALES]
     x, grad = ((int(which in votes.mean_squares), length) for which, length in zip(SCALES, lengths, strict=True))
     return Counts(votes.tokens, votes.samples, int(votes.votes is not None), *x, *grad)

@@ -49,7 +49,8 @@ class Layer(Protocol):
 
 
 def forward(layer: Layer, x: Tensor, gain: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """y, what is kept of x for the votes, and x's mean square by feature; the last two empty if no votes are wanted."""
+    """The layer's output, what is kept of x for the votes, and x's mean square by feature; the last two empty if no votes
+    are wanted."""
     x = x.to(layer.product_dtype(x))  # once, for the product and for the votes
     y = layer.scaled_product(x, gain)
     kept, square = x.new_empty(0, dtype=torch.int8), x.new_empty(0, dtype=torch.float32)

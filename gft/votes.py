@@ -218,7 +218,7 @@ class VoteAccumulator:
     # ------------------------------------------------------------------ casting
 
     def quantize_x(self, x: Tensor, sequence: int, training: bool) -> Quantized:
-        """x is (n, in) float. `sequence`: tokens that make one sample."""
+        """Round x, (n, in) float, to small integers. `sequence`: tokens that make one sample."""
         vote, key = self.vote.within(sequence), self.key(1, self.call(self.next_use(training)))
         return ops.quantize(x, self._factors_of("x_rms", vote, x), vote.largest, key)
 
@@ -308,7 +308,7 @@ class VoteAccumulator:
         self._factors = {key: factors for key, factors in self._factors.items() if key[0] != which}
 
     def drop_votes(self) -> None:
-        """They have moved the weight; the count of backward passes and tokens goes on."""
+        """Drop the votes, which have moved the weight; the count of backward passes and tokens goes on."""
         self.votes = None
 
     def discard(self) -> None:
@@ -334,7 +334,7 @@ class VoteAccumulator:
 
 
 def renew(accumulators: Sequence[VoteAccumulator]) -> None:
-    """The step is done: renew all running scales, in place, and start the next count."""
+    """Finish a step: renew all running scales, in place, and start the next count."""
     # Of x and grad_output and of all layers in one launch or two, where there are launches.
     noted = [(one, which) for one in accumulators for which in one.mean_squares]
     if noted:

@@ -23,7 +23,7 @@ def float_levels(stored: Tensor,  # (rows, bytes) uint8 or (rows, columns) int8
 def pack_fields(numbers: Tensor,  # (rows, columns) int8
                 width: int,
                 offset: int) -> Tensor:  # (rows, bytes) uint8
-    """storage.pack_fields."""
+    """Store small integers several a byte (storage.pack_fields)."""
     return packing.pack_fields(numbers, width, offset)
 
 
@@ -32,7 +32,7 @@ def unpack_fields(packed: Tensor,  # (rows, bytes) uint8
                   width: int,
                   offset: int,
                   columns: int) -> Tensor:  # (rows, columns) int8
-    """storage.unpack_fields."""
+    """Read packed integers (storage.unpack_fields)."""
     return packing.unpack_fields(packed, width, offset, columns)
 
 

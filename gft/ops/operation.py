@@ -34,7 +34,7 @@ def twins(device_type: str) -> Mapping[str, Callable[..., Any]]:
 
 
 def _device_of(subject: Any) -> torch.device:
-    """Of a tensor, of something that has a `stored` weight, or of the first in a sequence of either."""
+    """The device of a tensor, of something with a `stored` weight, or of the first in a sequence of either."""
     if isinstance(subject, Tensor):
         return subject.device
     return _device_of(subject[0]) if isinstance(subject, Sequence) else subject.stored.device

@@ -55,7 +55,8 @@ def topk_plan(votes: Tensor, k: float | Tensor, bound: int | None = None, p_min:
 
 def chances(votes: Tensor,  # some rows
             plan: TopKPlan) -> Tensor:  # int64, in 1/65536
-    """DynamicProbability inside K, 0 outside and where the vote is 0. Where all of K is equal every chance is 1."""
+    """Each weight's chance to move: DynamicProbability inside K, 0 outside and where the vote is 0. Where all of K is equal
+    every chance is 1."""
     sizes = votes.abs().to(torch.int64)
     span = plan.largest - plan.least
     p = torch.where(span > 0, (sizes - plan.least) * ONE // span.clamp_min(1), ONE)

@@ -36,7 +36,8 @@ TINY = 1e-30
 
 
 def orthogonalized(votes: Sequence[Tensor]) -> list[Tensor]:  # each (out, in) -> (out, in) int32, none beyond BOUND
-    """beta of many layers, in units of 1/ONE: those of one shape in common products."""
+    """Half of each layer's votes as cast, half with all singular values equal, in units of 1/ONE; layers of one shape share
+    their products."""
     alike: dict[tuple[torch.device, torch.Size], list[int]] = defaultdict(list)
     for number, one in enumerate(votes):
         alike[one.device, one.shape].append(number)
@@ -67,7 +68,7 @@ def orthogonal(x: Tensor) -> Tensor:  # (layers, out, in), each of length one ->
 
 
 def multiply_adds(out: int, features: int) -> int:
-    """Of one layer in a step: ROUNDS times three products, all of them with the smaller side."""
+    """Multiplications that one layer takes in a step: ROUNDS times three products, all of them with the smaller side."""
     small, large = sorted((out, features))
     return ROUNDS * (2 * small**2 * large + small**3)
 

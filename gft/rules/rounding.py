@@ -97,8 +97,8 @@ class Rounding(Rule):
         return max(1, round((1 - inertia) * FOLLOW_ALL))
 
     def threshold_for(self, storage: Storage) -> float:
-        """In rms. A level gone the wrong way costs as much as the grid is coarse, so the default grows with the spacing of
-        what moves: levels, or where bits are to spare fractions of them."""
+        """The soft threshold of a weight, in rms. A level gone the wrong way costs as much as the grid is coarse, so the
+        default grows with the spacing of what moves: levels, or where bits are to spare fractions of them."""
         if storage.memory_bits:
             return 0.0
         if self.threshold is not None:

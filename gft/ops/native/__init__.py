@@ -114,7 +114,7 @@ _scratch = _Scratch()
 
 def quantize(values: Tensor, factors: Tensor | None, largest: int, key: NoiseKey,
              not_finite: Tensor | None = None) -> Quantized:
-    """activations.quantize by factors; signs are left to torch."""
+    """Round x or grad_output to int8 (activations.quantize); signs are left to torch."""
     checks.check_values(values, factors, not_finite)
     if factors is None or values.dtype not in checks.FLOATS or not 0 < values.numel() <= checks.MOST_ELEMENTS:
         return NotImplemented
@@ -140,7 +140,7 @@ def quantize(values: Tensor, factors: Tensor | None, largest: int, key: NoiseKey
 
 
 def float_levels(stored: Tensor, storage: Storage, columns: int, dtype: torch.dtype, gain: Tensor | None = None) -> Tensor:
-    """levels.float_levels of what is stored with memory, as float32."""
+    """Read a weight with memory out as float32 (levels.float_levels)."""
     checks.check_stored(stored, storage, columns)
     if not storage.memory or dtype is not torch.float32:
         return NotImplemented
@@ -155,7 +155,7 @@ def float_levels(stored: Tensor, storage: Storage, columns: int, dtype: torch.dt
 
 
 def votes_product(grad_output: Tensor, x: Tensor) -> Tensor:
-    """products.votes_product."""
+    """Multiply int8 matrices exactly (products.votes_product)."""
     checks.check_pair(grad_output, x)
     if not checks.are_int8(grad_output, x):
         return NotImplemented
@@ -199,7 +199,7 @@ def _as_int32(whole: Tensor) -> Tensor:  # float32, contiguous, whole numbers
 
 
 def rounding_plan(job: RoundingJob, lr: float | Tensor) -> tuple[RoundingPlan, Tensor]:
-    """rounding.rounding_plan."""
+    """Normalise votes by row and column (rounding.rounding_plan)."""
     checks.check_job(job, lr)
     if not checks.are_votes(job.votes) or (isinstance(lr, Tensor) and lr.is_cuda):
         return NotImplemented
@@ -224,7 +224,7 @@ def rounding_plan(job: RoundingJob, lr: float | Tensor) -> tuple[RoundingPlan, T
 
 
 def round_weights(stored: Tensor, votes: Tensor, storage: Storage, plan: RoundingPlan, key: NoiseKey) -> Tensor:
-    """rounding.round_weights."""
+    """Move a stored weight by stochastic rounding, in place (rounding.round_weights)."""
     checks.check_weight(stored, votes, storage)
     checks.check_factors(plan, votes)
     if not checks.are_votes(votes) or not stored.is_contiguous():
@@ -234,7 +234,7 @@ def round_weights(stored: Tensor, votes: Tensor, storage: Storage, plan: Roundin
 
 
 def topk_weights(stored: Tensor, votes: Tensor, storage: Storage, plan: TopKPlan, key: NoiseKey) -> Tensor:
-    """topk.topk_weights."""
+    """Move the weights with the largest votes one level, in place (topk.topk_weights)."""
     checks.check_weight(stored, votes, storage)
     checks.check_choice(plan, votes)
     if not checks.are_votes(votes) or not stored.is_contiguous():

@@ -18,25 +18,25 @@ C = TypeVar("C", bound=ctypes.Structure)
 
 
 class CStorage(ctypes.Structure):
-    """storage.Storage."""
+    """How a weight's bytes are read: storage.Storage."""
 
     _fields_ = [(name, INT) for name in ("memory", "inertia", "field_bits", "low_bits", "largest", "lowest", "limit")]
 
 
 class CKey(ctypes.Structure):
-    """philox.NoiseKey."""
+    """Which random numbers: philox.NoiseKey."""
 
     _fields_ = [("seed", ctypes.c_uint64), ("step", ctypes.c_uint32), ("stream", ctypes.c_uint32), ("call", ctypes.c_uint32)]
 
 
 class CRoundingPlan(ctypes.Structure):
-    """rounding.RoundingPlan."""
+    """How far each weight moves: rounding.RoundingPlan."""
 
     _fields_ = [("row", POINTER), ("column", POINTER), ("cap", FLOAT), ("threshold_share", FLOAT), ("follow", INT)]
 
 
 class CTopKPlan(ctypes.Structure):
-    """topk.TopKPlan."""
+    """Which weights may move: topk.TopKPlan."""
 
     _fields_ = [("least", LONG), ("largest", LONG), ("p_min", LONG)]
 

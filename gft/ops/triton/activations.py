@@ -141,7 +141,8 @@ def _mean_kernel(squares, not_finite, mean, counted, chunks, tokens, programs, f
 
 def quantize(values: Tensor, factors: Tensor | None, largest: int, key: NoiseKey,
              not_finite: Tensor | None = None) -> Quantized:
-    """activations.quantize. q lies in memory feature by feature; squares are summed in a fixed order."""
+    """Round x or grad_output to int8 (activations.quantize). q lies in memory feature by feature; squares are summed in a
+    fixed order."""
     checks.check_values(values, factors, not_finite)
     if values.dtype not in checks.FLOATS or not 0 < values.numel() <= checks.MOST_ELEMENTS:
         return NotImplemented

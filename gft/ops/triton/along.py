@@ -27,7 +27,7 @@ def _along_kernel(votes, levels, row_factors, column_factors, sums, rows, column
 
 
 def along_levels(votes: Tensor, levels: Tensor, row_factors: Tensor, column_factors: Tensor) -> Tensor:
-    """products.along_levels in one pass."""
+    """Sum votes · levels on the votes' scales, in one pass (products.along_levels)."""
     (rows, columns), device = votes.shape, votes.device
     checks.check_tensor("the levels", levels, (rows, columns), levels.dtype, device)
     checks.check_tensor("the row factors", row_factors, (rows,), torch.float32, device)

@@ -43,7 +43,7 @@ def _next_digit_kernel(bins, state, shift, most, DIGIT: tl.constexpr):
 
 
 def kth_largest(votes: Tensor, bound: int, count: int | Tensor) -> Tensor:
-    """topk.kth_largest. The GPU is not waited for."""
+    """Find the k-th largest |vote| (topk.kth_largest). The GPU is not waited for."""
     if not checks.are_votes(votes):
         return NotImplemented
     votes, bits = votes.contiguous(), max(bound.bit_length(), 1)

@@ -40,7 +40,7 @@ def _levels_kernel(stored, levels, gain, rows, columns, bytes_a_row, GAINED: tl.
 
 
 def float_levels(stored: Tensor, storage: Storage, columns: int, dtype: torch.dtype, gain: Tensor | None = None) -> Tensor:
-    """levels.float_levels, in one pass."""
+    """Read a stored weight out as floats, in one pass (levels.float_levels)."""
     checks.check_stored(stored, storage, columns)
     checks.check_gain(gain, stored.device)
     if dtype not in checks.FLOATS:
@@ -49,7 +49,7 @@ def float_levels(stored: Tensor, storage: Storage, columns: int, dtype: torch.dt
 
 
 def unpack_fields(packed: Tensor, width: int, offset: int, columns: int) -> Tensor:
-    """levels.unpack_fields of a matrix: as levels of which none has a bit to spare."""
+    """Unpack a matrix (levels.unpack_fields): as levels of which none has a bit to spare."""
     if packed.dim() != 2 or packed.dtype is not torch.uint8 or width not in (2, 4, 8):
         return NotImplemented
     if packed.shape[1] != triton.cdiv(columns * width, 8):
@@ -89,7 +89,7 @@ def _pack_kernel(numbers, packed, rows, columns, bytes_a_row,
 
 
 def pack_fields(numbers: Tensor, width: int, offset: int) -> Tensor:
-    """levels.pack_fields of an int8 matrix."""
+    """Pack an int8 matrix, several numbers a byte (levels.pack_fields)."""
     if numbers.dim() != 2 or numbers.dtype is not torch.int8 or width not in (2, 4, 8):
         return NotImplemented
     numbers, (rows, columns) = numbers.contiguous(), numbers.shape

@@ -206,7 +206,7 @@ def _move(batch: Batch,
 
 
 def round_weights(stored: Tensor, votes: Tensor, storage: Storage, plan: RoundingPlan, key: NoiseKey) -> Tensor:
-    """rounding.round_weights."""
+    """Move a stored weight by stochastic rounding, in place (rounding.round_weights)."""
     checks.check_weight(stored, votes, storage)
     checks.check_factors(plan, votes)
     plan = replace(plan, row=plan.row.contiguous(), column=plan.column.contiguous())
@@ -214,7 +214,7 @@ def round_weights(stored: Tensor, votes: Tensor, storage: Storage, plan: Roundin
 
 
 def topk_weights(stored: Tensor, votes: Tensor, storage: Storage, plan: TopKPlan, key: NoiseKey) -> Tensor:
-    """topk.topk_weights."""
+    """Move the weights with the largest votes one level, in place (topk.topk_weights)."""
     checks.check_weight(stored, votes, storage)
     checks.check_choice(plan, votes)
     return _moved_alone(stored, votes, storage, plan, key)
@@ -233,7 +233,7 @@ def _can_move(stored: Tensor, votes: Tensor) -> bool:
 
 
 def round_many(jobs: Sequence[RoundingJob], lr: float | Tensor) -> list[Rounded]:
-    """rounding.round_many.
+    """Move many weights by stochastic rounding, in place (rounding.round_many).
 
     Weights that are alike share three launches: squares, factors, move. One more clears all sums. The votes that were just
     squared are moved by while they may be in the cache, so one kind of weights follows the other.

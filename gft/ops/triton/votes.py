@@ -78,7 +78,8 @@ def _votes_kernel(grad_output, x, votes, rows, columns, tokens, steps,
 
 
 def votes_product(grad_output: Tensor, x: Tensor) -> Tensor:
-    """products.votes_product on int8 tensor cores: fastest where both have their tokens side by side in memory."""
+    """Multiply int8 matrices exactly on tensor cores (products.votes_product): fastest where both have their tokens side by
+    side in memory."""
     checks.check_pair(grad_output, x)
     if not checks.are_int8(grad_output, x):
         return NotImplemented
@@ -124,7 +125,7 @@ def _sequence_votes_kernel(grad_output, x, votes, rows, columns, tokens, pieces_
 
 
 def sequence_votes(grad_output: Tensor, x: Tensor, sequence: int) -> Tensor:
-    """products.sequence_votes; the votes of a single sequence are never written to memory."""
+    """Sum one vote a sequence (products.sequence_votes); the votes of a single sequence are never written to memory."""
     checks.check_pair(grad_output, x)
     if not checks.are_int8(grad_output, x) or not grad_output.numel() or not x.numel():
         return NotImplemented
