@@ -49,7 +49,8 @@ class GFT(Optimizer):
     rule: how votes move weights: gft.Rounding(…), or the paper's gft.TopK(…). A setting of the rule that a weight could only
         ignore is refused; give weights that need other settings a param group of their own.
     vote: how x and grad_output are quantized: gft.Int8(), Int4(), Ternary() or the paper's Sign(…).
-    seed: of all random numbers; equal seeds, votes and steps give equal weights on every device.
+    seed: of all random numbers; equal seeds, votes and steps give equal weights on every device. The layers of a model draw
+        numbers of their own, whichever optimizers they go to; two models with one seed draw the same.
     in_backward: True moves each layer's weights as soon as its votes exist, inside backward, and keeps no votes;
         `step` then only counts. Each micro-batch moves the weights by itself. For a single process only.
     process_group: the processes whose votes are summed before weights move. None: torch's default group if there is one,
