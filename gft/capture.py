@@ -16,6 +16,7 @@ numbers (GFT._advance) and all running values.
 """
 
 import warnings
+import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -82,10 +83,14 @@ class Captured:
         self._recordings = self._replays = 0
         # A graph is recorded, and its kernels are made ready, off the default stream.
         self._stream = None if self._device is None else torch.cuda.Stream(self._device)
-        for part in parts_of(optimizer):  # new tensors take the place of the old ones, which a graph would still write to
-            part.register_load_state_dict_post_hook(self._forget)
+        # A loaded state_dict puts new tensors in the place of those that a graph would still write to. Weakly, lest the
+        # optimizer keep a graph, and its memory, for as long as it lives.
+        forget = weakref.WeakMethod(self._forget)
+        for part in parts_of(optimizer):
+            hook = part.register_load_state_dict_post_hook(lambda _: (alive := forget()) and alive())
+            weakref.finalize(self, hook.remove)
 
-    def _forget(self, *_: Any) -> None:
+    def _forget(self) -> None:
         """Record anew when the next batches have come."""
         self._graph, self._kind = None, None
         self._seen.clear()

@@ -1,7 +1,9 @@
 """capture.py: a step replayed as a CUDA graph is the same step."""
 
 import copy
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -77,6 +79,15 @@ def test_optimizers_with_state_on_the_host_are_known():
     assert on_the_host(own) is None
     sgd = torch.optim.SGD(layer.parameters())
     assert on_the_host(gft.Hybrid(own, sgd)) is sgd
+
+
+def test_an_optimizer_keeps_no_captured_step_alive():
+    loop = Loop(True, device="cpu")
+    gone = weakref.ref(loop.take)
+    loop.take = loop.step
+    gc.collect()
+    assert gone() is None
+    loop.optimizer.load_state_dict(loop.optimizer.state_dict())  # and the hook went with it
 
 
 # ---------------------------------------------------------------------------------------------------- on a GPU
