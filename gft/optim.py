@@ -143,6 +143,7 @@ class GFT(Optimizer):
             rule = group["rule"]
             for weight in group["params"]:
                 votes = self._accumulators[weight]
+                votes.in_backward = group["in_backward"]
                 if votes.prepared_for is not rule and (layer := votes.layer()) is not None:
                     wanted.append((layer, votes, rule, rule.storage_for(layer.storage)))
         for layer, votes, rule, storage in wanted:
@@ -180,8 +181,7 @@ class GFT(Optimizer):
         self._all_reduce_votes()
         for group in self.param_groups:
             accumulators = [self._accumulators[weight] for weight in group["params"]]
-            if not group["in_backward"]:
-                self._move([one for one in accumulators if one.votes is not None], group)
+            self._move([one for one in accumulators if one.votes is not None], group)  # none if moved in backward
             renew(accumulators)
             for weight, votes in zip(group["params"], accumulators, strict=True):
                 votes.vote, votes.seed = group["vote"], group["seed"]  # not before: votes were cast by the old ones

@@ -136,14 +136,6 @@ def apply_literal_mask(votes: Tensor,  # (out, in): sum of s = q(grad_output) q(
     return torch.where(levels < 0, positive, torch.where(levels > 0, -negative, 0))
 
 
-def _along_levels(votes: Tensor, levels: Tensor, grad_factors: Tensor, x_factors: Tensor) -> Tensor:
-    """ops.along_levels of some rows, whose columns have as many factors as the rows have input channels."""
-    per_channel = votes.shape[1] // len(x_factors)  # columns: the kernel's size
-    if per_channel > 1:
-        x_factors = x_factors.repeat_interleave(per_channel)
-    return ops.along_levels(votes, levels, grad_factors, x_factors)
-
-
 # Quantized grad_output (n, out) -> (rows of the weight, x (n, in) int8, grad_output (n, those rows) int8), piece by piece.
 Pieces = Callable[[Tensor], Iterable[tuple[slice, Tensor, Tensor]]]
 
@@ -246,14 +238,14 @@ class VoteAccumulator:
         self.samples += grad_output.shape[0] // (sequence if self._one_vote_a_sequence(sequence) else 1)
         if self.votes is not None and self.wide:
             self.votes = self.votes.to(torch.int64)
-        projection, x_factors = None, self._factors_of("x_rms", vote) if self.vote.has_scale else None
+        projection = None
         for rows, x_piece, grad_piece in pieces(q):
             votes, counts = self._count(x_piece, grad_piece, sequence)
             if counts is not None and levels is not None:
                 votes = apply_literal_mask(votes, counts, levels[rows])
-            if levels is not None and grad_factors is not None and x_factors is not None:
-                group, groups = (rows.start or 0) // max(len(votes), 1), max(shape[0] // max(len(votes), 1), 1)
-                part = _along_levels(votes, levels[rows], grad_factors[rows], x_factors.view(groups, -1)[group])
+            if levels is not None and grad_factors is not None and self.vote.has_scale:
+                part = ops.along_levels(votes, levels[rows], grad_factors[rows],
+                                        self._column_factors(vote, rows, votes.shape, shape[0]))
                 projection = part if projection is None else projection + part
             if self.votes is None and votes.shape == shape:
                 self.votes = votes.to(torch.int64) if self.wide else votes
@@ -287,6 +279,15 @@ class VoteAccumulator:
         if (which, vote) not in self._factors:
             self._factors[which, vote] = fixed_point_factors(vote, rms)
         return self._factors[which, vote]
+
+    def _column_factors(self, vote: Vote, rows: slice, shape: torch.Size, out: int) -> Tensor:  # of x, (columns,)
+        """The factors of x for some rows of the weight, by column: those of the channels that the rows' group sees (all but
+        in a grouped convolution), each as often as a channel has columns. `shape`: of these rows' votes."""
+        factors, in_group = self._factors_of("x_rms", vote), max(shape[0], 1)
+        assert factors is not None
+        channels = factors.view(max(out // in_group, 1), -1)[(rows.start or 0) // in_group]
+        per_channel = shape[1] // len(channels)
+        return channels if per_channel == 1 else channels.repeat_interleave(per_channel)
 
     def _note(self, which: str, square: Tensor | None) -> None:
         if square is not None:

@@ -439,3 +439,18 @@ def test_a_layer_whose_optimizer_is_gone_counts_no_votes_and_says_so(tiny_net, b
     with pytest.warns(UserWarning, match="has no optimizer"):
         F.cross_entropy(model(x), y).backward()
     assert all(layer.votes is None for layer in quantized_layers(model).values())
+
+
+def test_in_backward_changed_in_a_group_counts_from_the_next_step(tiny_net, batches):
+    """Votes that are there when it is switched on still move the weights."""
+    model = tiny_net()
+    optimizer = gft.GFT(gft.quantized(model), lr=0.5)
+    for in_backward in (True, False):
+        for switched in (False, True):
+            before, flips = levels_of(model), optimizer.flips()
+            F.cross_entropy(model(batches[0][0]), batches[0][1]).backward()
+            moved_in_backward = not equal(before, levels_of(model))
+            assert moved_in_backward == (switched == in_backward)
+            optimizer.param_groups[0]["in_backward"] = in_backward
+            optimizer.step()
+            assert optimizer.flips() > flips
