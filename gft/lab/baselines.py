@@ -28,7 +28,6 @@ from torch.optim import Optimizer
 import gft
 from gft.errors import UsageError
 from gft.initialize import levels_of, scale_of
-from gft.lab.inside import votes_of, weights_of
 from gft.layers import quantized_layers
 from gft.philox import NoiseKey, noise16
 from gft.storage import largest_level
@@ -318,7 +317,7 @@ def make_optimizer(method: str, model: nn.Module, lr: float, beta2: float, thres
 
 def weights_on_grid(model: nn.Module) -> int:
     """How many weights gft or a baseline keeps on a grid."""
-    return (sum(weights_of(layer) for layer in quantized_layers(model).values())
+    return (sum(layer.rows * layer.columns for layer in quantized_layers(model).values())
             + sum(layer.in_features * layer.out_features for layer in grid_layers(model)))
 
 
@@ -329,7 +328,7 @@ def training_bytes(model: nn.Module, optimizer: Optimizer) -> float:
     weights of those layers; of any other, over all trainable parameters. Activations are not counted, nor what lives
     within one layer's pass alone, such as levels made float for a product.
     """
-    held: list[Any] = [[layer.weight, votes_of(layer)] for layer in quantized_layers(model).values()]
+    held: list[Any] = [[layer.weight, layer.votes and vars(layer.votes)] for layer in quantized_layers(model).values()]
     held += [[layer.weight, getattr(layer, "gradient", None)] for layer in grid_layers(model)]
     held = held or [[parameter] for parameter in gft.dense(model)]
     weights = [one[0] for one in held]

@@ -20,7 +20,6 @@ from gft.lab import baselines, energy
 from gft.lab import data as datasets
 from gft.lab.build import DataSet, build_model, build_optimizer, build_scheduler
 from gft.lab.data.augment import middle
-from gft.lab.inside import shape_of
 from gft.lab.models import ViT
 from gft.lab.provenance import commit, device_name
 from gft.lab.recipe import Recipe
@@ -227,7 +226,7 @@ def summary(recipe: Recipe, model: nn.Module, optimizer: gft.Hybrid, value: floa
     own = integers.method == "gft"
     joules = energy.energy_estimate_j(fp32, quantized, integers.bits, steps)
     if integers.orthogonalize:
-        joules += steps * energy.orthogonalize_j(map(shape_of, quantized_layers(model).values()))
+        joules += steps * energy.orthogonalize_j((layer.rows, layer.columns) for layer in quantized_layers(model).values())
     return {
         "recipe": recipe.name, "table": recipe.table, "row": recipe.row, "paper": recipe.paper,
         "metric": recipe.metric, "value": value, "split": "val", "steps": steps,

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import gft
 from gft.lab.bench.rows import Row, allocated, forget_peak, peak, say, stored, wait
-from gft.lab.inside import votes_of
 from gft.layers import quantized_layers
 from gft.votes import Int4, Int8, Sign, Ternary
 
@@ -56,7 +55,7 @@ def measure(build: Callable[[int], Stack],  # of a depth
 def counted(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Bytes of the weights, and of what is held of them between backward and step: gradients or votes, and state."""
     weights = list(model.parameters())
-    votes = [votes_of(layer) for layer in quantized_layers(model).values()]
+    votes = [layer.votes and vars(layer.votes) for layer in quantized_layers(model).values()]
     return stored([weights, [weight.grad for weight in weights], votes, list(optimizer.state.values())])
 
 

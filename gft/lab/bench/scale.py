@@ -26,7 +26,6 @@ import gft
 from gft.initialize import scale_for
 from gft.lab import data as datasets
 from gft.lab.bench.rows import Row, allocated, forget_peak, peak, say, seconds, stored, wait
-from gft.lab.inside import weights_of
 from gft.lab.models import GPT
 from gft.layers import quantized_layers
 from gft.votes import count_votes
@@ -216,7 +215,7 @@ def scale(device: torch.device, small: bool = False, billions: float = 100.0, wi
     trained = train(model, optimizer, size, device, seed)
     in_all = time.perf_counter() - begun
 
-    parameters = sum(map(weights_of, quantized_layers(model).values()))
+    parameters = sum(layer.rows * layer.columns for layer in quantized_layers(model).values())
     yield Row("scale", "quantized parameters", parameters / 1e9, asked / 1e9, "e9", "asked for", parameters / asked,
               "at least 1", parameters >= asked)
     last = statistics.fmean(trained.losses[-max(1, size.steps // 4):])

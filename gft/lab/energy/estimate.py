@@ -27,7 +27,6 @@ import torch
 from torch import Tensor, nn
 
 from gft.errors import UsageError
-from gft.lab.inside import shape_of, weights_of
 from gft.layers import QuantConv2d, QuantLinear
 from gft.rules.orthogonalize import multiply_adds
 
@@ -174,8 +173,8 @@ def products(model: nn.Module, x: Tensor, quantized: Collection[str] = ()) -> li
         name, weight = names[module], module.weight
         assert isinstance(weight, Tensor)
         on_grid = isinstance(module, (QuantLinear, QuantConv2d))
-        size = weights_of(module) if on_grid else weight.numel()
-        outputs = shape_of(module)[0] if on_grid else weight.shape[0]
+        size = module.rows * module.columns if on_grid else weight.numel()
+        outputs = module.rows if on_grid else weight.shape[0]
         found.append(Product(name, y.numel() // outputs * size, on_grid or name in quantized, error=inputs[0].requires_grad))
 
     hooks = [module.register_forward_hook(note) for module in names]

@@ -15,7 +15,6 @@ from gft.lab import tables
 from gft.lab.build import DataSet, build_float_model, build_model
 from gft.lab.energy.estimate import Joules, Product, orthogonalize_j, products, step_energy
 from gft.lab.energy.paper import Counts
-from gft.lab.inside import shape_of
 from gft.lab.recipe import Recipe
 from gft.layers import quantized_layers
 
@@ -57,7 +56,7 @@ def network(recipe: Recipe) -> Network:
         # Its integers start anew: there are no float values to keep on this device.
         model = build_model(recipe.updated(integers={"init": "paper"}), data)
     layers = quantized_layers(model)
-    shapes = [shape_of(layer) for layer in layers.values()]
+    shapes = [(layer.rows, layer.columns) for layer in layers.values()]
     integers = sum(out * features for out, features in shapes)
     if isinstance(data, datasets.Text):
         x = torch.zeros(batch, data.context, dtype=torch.long, device="meta")
