@@ -358,6 +358,8 @@ class QuantConv2d(QuantLayer):
 
     def __init__(self, in_channels: int, out_channels: int, kernel_size: int | tuple[int, int], bits: int = 4, *,
                  memory: bool = True, gain: bool = False, **conv: Any) -> None:
+        if "dtype" in conv:
+            raise UsageTypeError("QuantConv2d takes no dtype, its weight is integers; call .to(dtype) for its bias and gain")
         device, bias = conv.pop("device", None), conv.pop("bias", False)
         like = nn.Conv2d(in_channels, out_channels, kernel_size, device="meta", bias=bias, **conv)
         self._shape_like(like, Storage(bits, bool(memory)), gain, device)

@@ -431,3 +431,8 @@ def test_weight_takes_the_stated_bytes_and_nothing_else_is_stored(memory, bits, 
     state = [t for t in optimizer.state[layer.weight].values() if isinstance(t, torch.Tensor)]
     assert sum(t.numel() for t in state) <= 2 * (64 + 32) + 1 + 2  # two running scales a feature, one of all, two counts
     assert layer.weight.grad is None
+
+
+def test_a_convolution_refuses_a_dtype_it_would_ignore(refuses):
+    with refuses(TypeError, "takes no dtype"):
+        gft.QuantConv2d(3, 4, 3, dtype=torch.float16)
