@@ -7,6 +7,7 @@ return is compared here with a single process.
 import copy
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -390,32 +391,10 @@ def test_what_cannot_work_is_refused_on_every_rank(ranks):
     assert [bool(result["not in the group"]) for result in ranks] == [False, False, True]
 
 
-SCRIPT = """
-import torch, gft
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-
-dist.init_process_group("gloo")
-torch.manual_seed(dist.get_rank())
-model = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 5))
-gft.quantize_(model, bits=4, filter_fn=lambda module, name: name == "2")
-wrapped = DistributedDataParallel(model)
-optimizer = gft.Hybrid(gft.GFT(gft.quantized(model), lr=0.2), torch.optim.AdamW(gft.dense(model), lr=1e-2))
-teacher = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
-for step in range(41):
-    x = torch.randn(32, 6)
-    loss = F.cross_entropy(wrapped(x), (x @ teacher).argmax(1))
-    optimizer.zero_grad(); loss.backward(); optimizer.step()
-    if step % 40 == 0 and dist.get_rank() == 0:
-        print("loss", float(loss.detach()))
-dist.destroy_process_group()
-"""
-
-
-def test_a_script_learns_under_torchrun(tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPT)
+def test_the_guides_script_learns_under_torchrun(tmp_path):
+    guide = (Path(__file__).parents[2] / "docs" / "guide.md").read_text()
+    (script,) = re.findall(r"```python\n(# train\.py.*?)```", guide, re.DOTALL)
+    (tmp_path / "train.py").write_text(script)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
     path = os.pathsep.join([str(Path(gft.__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
