@@ -109,8 +109,8 @@ def fingerprint(layers: Iterable[Any], settings: Iterable[Mapping[str, Any]]) ->
     parts: list[Any] = [sorted((key, float(value) if isinstance(value, Tensor) else value) for key, value in group.items())
                         for group in settings]
     for layer in layers:
-        columns = layer.weight.detach().sum(0, dtype=torch.int64).cpu().numpy().tobytes()
-        parts.append((tuple(layer.weight.shape), layer.storage, layer.scale_number(), zlib.crc32(columns)))
+        columns = layer.qweight.detach().sum(0, dtype=torch.int64).cpu().numpy().tobytes()
+        parts.append((tuple(layer.qweight.shape), layer.storage, layer.scale_number(), zlib.crc32(columns)))
     return zlib.crc32(repr(parts).encode())
 
 
@@ -159,7 +159,7 @@ def all_reduce_votes(layers: Sequence[Any],
                      ranks: Ranks) -> None:
     """Make the votes and scales of all layers the same on all ranks. On a GPU the host waits for the counts: they decide
     which layers have votes anywhere, and of which type."""
-    own = torch.tensor([counts_of(layer.votes) for layer in layers], dtype=torch.int64, device=layers[0].weight.device)
+    own = torch.tensor([counts_of(layer.votes) for layer in layers], dtype=torch.int64, device=layers[0].qweight.device)
     sum_over(ranks, [own])
     counts = [Counts(*row) for row in own.tolist()]
     _sum_votes(layers, counts, ranks)
@@ -174,7 +174,7 @@ def _sum_votes(layers: Sequence[Any], counts: Sequence[Counts], ranks: Ranks) ->
         if all_ranks.ranks_with_votes:
             dtype = torch.int64 if votes.wide else torch.int32
             if votes.votes is None:
-                votes.votes = torch.zeros(layer.rows, layer.columns, dtype=dtype, device=layer.weight.device)
+                votes.votes = torch.zeros(layer.rows, layer.columns, dtype=dtype, device=layer.qweight.device)
             votes.votes = votes.votes.to(dtype).contiguous()
             with_votes.append(votes.votes)
     sum_over(ranks, with_votes)
@@ -191,7 +191,7 @@ def _average_squares(layers: Sequence[Any], settled: Sequence[Container[str]], c
             if all_ranks.ranks_with(which):
                 # A new tensor also of one batch: its own may be kept by a graph that is to be used again.
                 square = votes.mean_squares[which] / votes.backwards if which in votes.mean_squares else torch.zeros(
-                    all_ranks.features_of(which), device=layer.weight.device)
+                    all_ranks.features_of(which), device=layer.qweight.device)
                 averaged.append((votes, which, square, all_ranks.ranks_with(which), which in known))
             elif which not in known:
                 votes.set_scale(which, None)  # of a batch that was discarded

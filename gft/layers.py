@@ -7,7 +7,8 @@
 With `gain=True` the product is multiplied by one more number, which AdamW learns with the biases (`log_gain`): an integer
 weight cannot outgrow its grid, and where no norm follows nothing else makes up for that.
 
-The weight is a plain integer nn.Parameter; `layer.storage` says what its bytes mean (storage.py). `layer.votes` is where
+`layer.qweight` is a plain integer nn.Parameter; `layer.storage` says what its bytes mean (storage.py), and `layer.weight`
+reads them out as floats. `layer.votes` is where
 its votes go (votes.py): the accumulator that `gft.GFT` gives it. Without one the layer is frozen and backward computes
 grad_input alone. What the graph keeps of x is q(x), packed to 2, 4 or 8 bits an element.
 """
@@ -38,7 +39,7 @@ FilterFn = Callable[[nn.Module, str], bool]  # of a layer and its name: is it me
 class QuantLayer(nn.Module):
     """What linear and convolution share: the stored weight, its scale, its votes, its life in a state_dict."""
 
-    weight: nn.Parameter
+    qweight: nn.Parameter
     scale: Tensor
     log_gain: nn.Parameter | None
     bias: nn.Parameter | None
@@ -46,22 +47,22 @@ class QuantLayer(nn.Module):
     number: int | None  # among the model's quantized layers, for the random streams (number_layers)
 
     def __init__(self, float_shape: tuple[int, ...], storage: Storage, *, bias: bool = False, gain: bool = False,
-                 device: torch.device | str | None = None) -> None:
+                 device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.float_shape, self.storage = float_shape, storage
         self.rows, self.columns = float_shape[0], math.prod(float_shape[1:])
         levels = torch.zeros(self.rows, self.columns, dtype=torch.int8, device=device)
-        self.weight = nn.Parameter(storage.store(levels), requires_grad=False)
+        self.qweight = nn.Parameter(storage.store(levels), requires_grad=False)
         self.register_buffer("scale", torch.ones((), device=device))
         self.log_gain = nn.Parameter(torch.zeros((), device=device)) if gain else None
         self.bias = nn.Parameter(torch.zeros(self.rows, device=device)) if bias else None
-        self._join(None)
+        self._join(None, dtype)
 
-    def _join(self, number: int | None) -> None:
+    def _join(self, number: int | None, dtype: torch.dtype | None) -> None:
         """What a layer has that its copies and its file have not: a handle for compiled graphs, a place among the layers
         that an optimizer finds by their weights."""
         self.votes, self.number = None, number
-        self._anchor = torch.empty(0, device=self.weight.device, requires_grad=True)
+        self._anchor = torch.empty(0, device=self.qweight.device, dtype=dtype, requires_grad=True)
         self._read_scale: tuple[Tensor, int, float] | None = None
         self._warned = False
         self._handle = handle_of(self)
@@ -70,16 +71,20 @@ class QuantLayer(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """For copy and pickle: the votes, and with them the optimizer, stay with this layer."""
         own = ("votes", "_anchor", "_read_scale", "_warned", "_handle")
-        return {key: value for key, value in self.__dict__.items() if key not in own}
+        return {key: value for key, value in self.__dict__.items() if key not in own} | {"_dtype": self.dtype}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._join(state.get("number"))
+        super().__setstate__({key: value for key, value in state.items() if key != "_dtype"})
+        self._join(state.get("number"), state.get("_dtype"))
 
     def _apply(self, fn: Any, recurse: bool = True) -> "QuantLayer":
-        """`.to`, `.cuda` and their kin: the anchor goes where the weight goes, and the weight may be another one."""
+        """`.to`, `.cuda`, `.half` and their kin: the anchor goes with the weight, which may be another one after, and tells
+        the layer's float type. The scale keeps its own: rounding it would move all weights."""
+        scale = self.scale
         super()._apply(fn, recurse)
-        self._anchor = torch.empty(0, device=self.weight.device, requires_grad=True)
+        if self.scale.dtype != scale.dtype:
+            self.scale = scale.to(self.scale.device)
+        self._anchor = fn(self._anchor.detach()).requires_grad_()
         register(self)
         return self
 
@@ -87,10 +92,10 @@ class QuantLayer(nn.Module):
         """Draw new levels: "variance", those of a Gaussian of deviation 1/sqrt(inputs); "paper", 90 % zeros, 10 % ±1."""
         if init not in STARTS:
             raise UsageError(f"init={init!r}: choose one of {', '.join(STARTS)}")
-        if self.weight.is_meta:  # torch.nn.utils.skip_init: values come later
+        if self.qweight.is_meta:  # torch.nn.utils.skip_init: values come later
             return self
-        levels, scale = STARTS[init](self.rows, self.columns, self.bits, self.weight.device)
-        self.weight.data.copy_(self.storage.store(levels))
+        levels, scale = STARTS[init](self.rows, self.columns, self.bits, self.qweight.device)
+        self.qweight.data.copy_(self.storage.store(levels))
         self.scale.copy_(scale)
         return self
 
@@ -128,6 +133,25 @@ class QuantLayer(nn.Module):
     # ------------------------------------------------------------------ shared
 
     @property
+    def weight(self) -> Tensor:
+        """The float weight that the layer computes with, read out of the integers anew, for code that looks at a layer's
+        weight or its type (`x.to(layer.weight.dtype)`). To multiply by it outside of the layer casts no votes: while the
+        layer trains, backward raises."""
+        weight = self.float_weight().to(self.dtype)
+        if self.votes is not None and self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            weight.requires_grad_().register_hook(self._refuse_gradient)
+        return weight
+
+    def _refuse_gradient(self, _: Tensor) -> None:
+        raise UsageError(f"the weight of {self} was multiplied outside of the layer, which casts no votes on it; call the "
+                         "layer itself, or leave it out with filter_fn")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The float type of its weight; what `.to(dtype)` says. Products have x's, or autocast's."""
+        return self._anchor.dtype
+
+    @property
     def bits(self) -> int:
         return self.storage.bits
 
@@ -137,7 +161,7 @@ class QuantLayer(nn.Module):
 
     def levels(self) -> Tensor:
         """The integer weights, int8, in the shape of the float layer's."""
-        return self.storage.levels(self.weight.detach(), self.columns).view(self.float_shape)
+        return self.storage.levels(self.qweight.detach(), self.columns).view(self.float_shape)
 
     def float_weight(self) -> Tensor:
         """The float values used in forward: scale · levels, times the gain if there is one."""
@@ -173,11 +197,11 @@ class QuantLayer(nn.Module):
             x = x.to(self.product_dtype(x))
             geometry = self.geometry
             kept = kept_as(self, x.shape, self._output_shape(x))
-            y = torch.ops.gft.product(x, self._anchor, self.weight, inside, self._handle, geometry, kept)[0]
+            y = torch.ops.gft.product(x, self._anchor, self.qweight, inside, self._handle, geometry, kept)[0]
         elif self.votes is None and not (x.requires_grad or self.training):
             y = self.scaled_product(x, inside)
         else:
-            y = Product.apply(x, self._anchor, self.weight, inside, self)
+            y = Product.apply(x, self._anchor, self.qweight, inside, self)
         if gain is not None and inside is None:
             y = y * gain.to(y.dtype)
         return y if self.bias is None else y + self._shaped_bias().to(y.dtype)
@@ -199,7 +223,7 @@ class QuantLayer(nn.Module):
         return self._stored_product(x, gain)
 
     def _stored_product(self, x: Tensor, gain: Tensor | None) -> Tensor:
-        levels = ops.float_levels(self.weight.detach(), self.storage, self.columns, x.dtype, gain)
+        levels = ops.float_levels(self.qweight.detach(), self.storage, self.columns, x.dtype, gain)
         return self.product(x, levels.view(self.float_shape), self.scale_number())
 
     def scale_number(self) -> float:
@@ -214,7 +238,7 @@ class QuantLayer(nn.Module):
     def store_as_(self, storage: Storage) -> None:
         """Change the encoding of the memory; the weight stays where votes have carried it."""
         if storage != self.storage:
-            self.weight.copy_(self.storage.converted(self.weight, storage))
+            self.qweight.copy_(self.storage.converted(self.qweight, storage))
             self.storage = storage
 
     def warn_untrained(self) -> None:
@@ -243,8 +267,10 @@ class QuantLayer(nn.Module):
         pass  # used in _load_from_state_dict, before anything is copied
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        if prefix + "weight" in state_dict:
-            state_dict[prefix + "weight"] = self._as_this_layer(state_dict, prefix)
+        if prefix + "weight" in state_dict:  # of a float layer, which is refused, or of a time when integers had this name
+            state_dict[prefix + "qweight"] = state_dict.pop(prefix + "weight")
+        if prefix + "qweight" in state_dict:
+            state_dict[prefix + "qweight"] = self._as_this_layer(state_dict, prefix)
             if self.log_gain is not None:  # of a time before there were gains
                 state_dict.setdefault(prefix + "log_gain", torch.zeros_like(self.log_gain))
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -252,10 +278,10 @@ class QuantLayer(nn.Module):
     def _as_this_layer(self, state_dict: dict[str, Any], prefix: str) -> Tensor:
         """The weight in a state_dict, whose encoding this layer takes over: the bytes stay as they were saved, until an
         optimizer whose rule wants another encoding takes its next step."""
-        stored, name = state_dict[prefix + "weight"], prefix.rstrip(".") or type(self).__name__
-        if stored.dtype != self.weight.dtype:
+        stored, name = state_dict[prefix + "qweight"], prefix.rstrip(".") or type(self).__name__
+        if stored.dtype != self.qweight.dtype:
             raise UsageError(
-                f"{name}: the state_dict holds a {stored.dtype} weight, this layer stores {self.weight.dtype}; load "
+                f"{name}: the state_dict holds a {stored.dtype} weight, this layer stores {self.qweight.dtype}; load "
                 "float weights into the float model and call gft.quantize_ after, or build the layer with the same memory")
         code = state_dict.get(prefix + "_extra_state")
         if code is None:
@@ -267,7 +293,7 @@ class QuantLayer(nn.Module):
         if len(code) == 2 and storage.spare_bits:  # of a time when spare bits were left unused
             levels = unpack_fields(stored, field_bits(self.bits), storage.largest, self.columns)
             stored = self.storage.store(levels)
-        if stored.shape == self.weight.shape:  # else torch refuses it
+        if stored.shape == self.qweight.shape:  # else torch refuses it
             self.storage = storage
             if self.votes is not None:
                 self.votes.prepared_for = None
@@ -298,14 +324,14 @@ class QuantLinear(QuantLayer):
         """The layer on the grid nearest to `linear`; its bias is taken over as it is. init="paper" starts anew."""
         layer = cls.__new__(cls)
         QuantLayer.__init__(layer, (linear.out_features, linear.in_features), Storage(bits, bool(memory)), gain=gain,
-                            device=linear.weight.device)
+                            device=linear.weight.device, dtype=linear.weight.dtype)
         layer.in_features, layer.out_features = linear.in_features, linear.out_features
         return _take_over(layer, linear, init)
 
     def to_float(self) -> nn.Linear:
         """An nn.Linear with the float values used in forward."""
         linear = skip_init(nn.Linear, self.in_features, self.out_features, self.bias is not None,
-                           device=self.weight.device)
+                           device=self.qweight.device, dtype=self.dtype)
         return _give_back(self, linear)
 
     def product(self, x: Tensor, levels: Tensor, scale: float) -> Tensor:
@@ -316,7 +342,7 @@ class QuantLinear(QuantLayer):
         if x.shape[-1] != self.columns:
             raise UsageError(f"QuantLinear(in_features={self.in_features}) was given x of shape {tuple(x.shape)}; its last "
                              f"size must be {self.in_features}")
-        y = ops.linear(x.reshape(-1, self.columns), self.weight.detach(), self.storage, self.scale_number(), gain)
+        y = ops.linear(x.reshape(-1, self.columns), self.qweight.detach(), self.storage, self.scale_number(), gain)
         return y.view(*x.shape[:-1], self.rows)
 
     def grad_input(self, grad_output: Tensor, levels: Tensor, scale: float, x_shape: torch.Size) -> Tensor:
@@ -362,13 +388,15 @@ class QuantConv2d(QuantLayer):
             raise UsageTypeError("QuantConv2d takes no dtype, its weight is integers; call .to(dtype) for its bias and gain")
         device, bias = conv.pop("device", None), conv.pop("bias", False)
         like = nn.Conv2d(in_channels, out_channels, kernel_size, device="meta", bias=bias, **conv)
-        self._shape_like(like, Storage(bits, bool(memory)), gain, device)
+        self._shape_like(like, Storage(bits, bool(memory)), gain, device, None)
         self.start_("variance")
 
-    def _shape_like(self, conv: nn.Conv2d, storage: Storage, gain: bool, device: torch.device | str | None) -> None:
+    def _shape_like(self, conv: nn.Conv2d, storage: Storage, gain: bool, device: torch.device | str | None,
+                    dtype: torch.dtype | None) -> None:
         if conv.padding_mode != "zeros":
             raise UsageError(f"padding_mode={conv.padding_mode!r}: QuantConv2d pads with zeros only; leave this layer out")
-        super().__init__(tuple(conv.weight.shape), storage, bias=conv.bias is not None, gain=gain, device=device)
+        super().__init__(tuple(conv.weight.shape), storage, bias=conv.bias is not None, gain=gain, device=device,
+                         dtype=dtype)
         self.in_channels, self.out_channels, self.groups = conv.in_channels, conv.out_channels, conv.groups
         self.kernel_size, self.stride, self.dilation = conv.kernel_size, conv.stride, conv.dilation
         self.padding: tuple[int, ...] = (0, 0)
@@ -385,13 +413,13 @@ class QuantConv2d(QuantLayer):
                    gain: bool = False) -> "QuantConv2d":
         """The layer on the grid nearest to `conv`; its bias is taken over as it is."""
         layer = cls.__new__(cls)
-        layer._shape_like(conv, Storage(bits, bool(memory)), gain, conv.weight.device)
+        layer._shape_like(conv, Storage(bits, bool(memory)), gain, conv.weight.device, conv.weight.dtype)
         return _take_over(layer, conv, init)
 
     def to_float(self) -> nn.Conv2d:
         """An nn.Conv2d with the float values used in forward."""
         conv = skip_init(nn.Conv2d, self.in_channels, self.out_channels, self.kernel_size, *self._geometry,
-                         self.bias is not None, device=self.weight.device)
+                         self.bias is not None, device=self.qweight.device, dtype=self.dtype)
         return _give_back(self, conv)
 
     @property
@@ -453,7 +481,7 @@ def _take_over(layer: Any, float_layer: Any, init: str) -> Any:
     if init == "keep":
         weight, scale = float_layer.weight.detach().float(), scale_of(float_layer.weight, layer.bits)
         positions = (weight / scale).reshape(layer.rows, layer.columns)  # not view: the weight may be channels_last
-        layer.weight.data.copy_(layer.storage.store_nearest(positions))
+        layer.qweight.data.copy_(layer.storage.store_nearest(positions))
         layer.scale.copy_(scale)
     else:
         layer.start_(init)
@@ -477,7 +505,7 @@ _LAYER_OF: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 def register(layer: QuantLayer) -> None:
     """Let the optimizer find this layer by its weight."""
-    _LAYER_OF[layer.weight] = weakref.ref(layer)
+    _LAYER_OF[layer.qweight] = weakref.ref(layer)
 
 
 def layer_of(weight: Any) -> QuantLayer | None:
@@ -485,7 +513,7 @@ def layer_of(weight: Any) -> QuantLayer | None:
     if not isinstance(weight, Tensor) or weight not in _LAYER_OF:
         return None
     layer = _LAYER_OF[weight]()
-    return layer if layer is not None and layer.weight is weight else None
+    return layer if layer is not None and layer.qweight is weight else None
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantLayer]:
@@ -505,7 +533,7 @@ def quantized(model: nn.Module, filter_fn: FilterFn | None = None) -> list[nn.Pa
     chosen = [layer for name, layer in layers.items() if filter_fn is None or filter_fn(layer, name)]
     if not chosen:
         raise UsageError(f"filter_fn chose none of the model's quantized layers ({some_names(list(layers))}); widen it")
-    return [layer.weight for layer in chosen]
+    return [layer.qweight for layer in chosen]
 
 
 def number_layers(layers: Iterable[QuantLayer]) -> None:

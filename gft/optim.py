@@ -122,12 +122,12 @@ class GFT(Optimizer):
             votes.check_state(layer.inputs, (layer.rows, layer.columns))
             new.append((layer, votes))
         for layer, votes in new:  # all of them, or none
-            layer.votes = self._accumulators[layer.weight] = votes
+            layer.votes = self._accumulators[layer.qweight] = votes
 
     def _number(self, layer: QuantLayer) -> int:
         """A layer's number in the random streams: its place in the model; where that is not known, or two models are trained
         together, the next that is free. Saved, so that a resumed run draws the same."""
-        state = self.state[layer.weight]
+        state = self.state[layer.qweight]
         if "number" not in state:
             taken = {other["number"] for other in self.state.values() if "number" in other}
             first = len(taken) if layer.number is None else layer.number
@@ -147,7 +147,7 @@ class GFT(Optimizer):
                 if votes.prepared_for is not rule and (layer := votes.layer()) is not None:
                     wanted.append((layer, votes, rule, rule.storage_for(layer.storage)))
         for layer, votes, rule, storage in wanted:
-            if only is None or layer.weight is only:
+            if only is None or layer.qweight is only:
                 layer.store_as_(storage)
                 votes.prepared_for = rule
 
@@ -202,7 +202,7 @@ class GFT(Optimizer):
         for one, beta in zip(accumulators, votes, strict=True):
             if (layer := one.layer()) is not None:
                 bound = BOUND if rule.orthogonalize else one.bound
-                weight = WeightStep(layer.weight.detach(), beta, bound, layer.storage, layer.scale_number(),
+                weight = WeightStep(layer.qweight.detach(), beta, bound, layer.storage, layer.scale_number(),
                                     one.key(0, call), one.second_moment)
                 by_device.setdefault(weight.stored.device, []).append((one, weight))
         for device, some in by_device.items():
@@ -237,9 +237,9 @@ class GFT(Optimizer):
             raise UsageError("the model whose weights this optimizer trains is gone; keep it in a variable while you train")
         if not self._compared:
             settings = [{key: group[key] for key in self.defaults if key in group} for group in self.param_groups]
-            check_alike(self.ranks, fingerprint(layers, settings), layers[0].weight.device)
+            check_alike(self.ranks, fingerprint(layers, settings), layers[0].qweight.device)
             self._compared = True
-        all_reduce_votes(layers, [self.state[layer.weight] for layer in layers], self.ranks)
+        all_reduce_votes(layers, [self.state[layer.qweight] for layer in layers], self.ranks)
 
     def _count_flips(self, group: dict[str, Any]) -> None:
         """Take the step's flips over from the accumulators. In place, as all state is renewed: a captured CUDA graph writes

@@ -28,7 +28,7 @@ from gft.votes import Int4, Int8, Sign, Ternary, Vote, VoteAccumulator
 class Layer(Protocol):
     """What is asked of a layer: gft/layers.py has them."""
 
-    weight: Any
+    qweight: Any
     training: bool
     storage: Storage
     votes: VoteAccumulator | None
@@ -87,7 +87,7 @@ def backward(layer: Layer, grad_output: Tensor, saved: tuple[Tensor, Tensor, Ten
             # The levels have the gain in them, its derivative has not.
             grad_gain = (along_levels * layer.scale_number() / gain.float()).to(gain.dtype)
         # After grad_input: the error that flows down belongs to the weights of the forward pass.
-        votes.move_in_backward(layer.weight)
+        votes.move_in_backward(layer.qweight)
     elif layer.training and layer.votes is None:
         layer.warn_untrained()
     return grad_input, grad_gain

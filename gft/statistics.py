@@ -32,7 +32,7 @@ def statistics(model: nn.Module, optimizer: GFT | Hybrid | None = None) -> dict[
         votes = layer.votes
         if votes is not None and votes.votes is not None and votes.tokens:
             row["margin"] = float(votes.votes.abs().double().mean()) / (votes.samples * votes.vote.largest**2)
-        if "last_flips" in states.get(layer.weight, {}):
-            row["flip_rate"] = int(states[layer.weight]["last_flips"]) / count
+        if "last_flips" in states.get(layer.qweight, {}):
+            row["flip_rate"] = int(states[layer.qweight]["last_flips"]) / count
         report[name] = row
     return report

@@ -328,7 +328,7 @@ def training_bytes(model: nn.Module, optimizer: Optimizer) -> float:
     weights of those layers; of any other, over all trainable parameters. Activations are not counted, nor what lives
     within one layer's pass alone, such as levels made float for a product.
     """
-    held: list[Any] = [[layer.weight, layer.votes and vars(layer.votes)] for layer in quantized_layers(model).values()]
+    held: list[Any] = [[layer.qweight, layer.votes and vars(layer.votes)] for layer in quantized_layers(model).values()]
     held += [[layer.weight, getattr(layer, "gradient", None)] for layer in grid_layers(model)]
     held = held or [[parameter] for parameter in gft.dense(model)]
     weights = [one[0] for one in held]
@@ -343,7 +343,7 @@ def training_bytes_after_step(model: nn.Module, optimizer: Optimizer) -> float:
     """`training_bytes` after a step. Gradients stay until zero_grad, but GFT's votes are spent: an empty sample through
     each of its layers has them cast again, to be measured and thrown away."""
     for layer in quantized_layers(model).values():
-        layer(torch.zeros(1, layer.inputs, device=layer.weight.device)).sum().backward()
+        layer(torch.zeros(1, layer.inputs, device=layer.qweight.device)).sum().backward()
     measured = training_bytes(model, optimizer)
     optimizer.zero_grad()
     return measured

@@ -242,5 +242,5 @@ def summary(recipe: Recipe, model: nn.Module, optimizer: gft.Hybrid, value: floa
 
 def stored_bytes(model: nn.Module) -> int:
     """Bytes of all weights on the grid, gft's and the baselines'."""
-    layers = [*quantized_layers(model).values(), *baselines.grid_layers(model)]
-    return sum(layer.weight.numel() * layer.weight.element_size() for layer in layers)
+    weights = [layer.qweight for layer in quantized_layers(model).values()]
+    return sum(weight.nbytes for weight in [*weights, *(layer.weight for layer in baselines.grid_layers(model))])

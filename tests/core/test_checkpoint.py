@@ -122,7 +122,7 @@ def test_checkpoint_of_a_time_before_spare_bits_is_read(tmp_path):
     levels = torch.randint(-3, 4, (5, 7))
 
     def age(state: dict) -> None:
-        state["0.weight"] = pack_fields(levels, 4, 3)
+        state["0.qweight"] = pack_fields(levels, 4, 3)
         state["0._extra_state"] = torch.tensor([3, 0], dtype=torch.uint8)
 
     path = gft.save_checkpoint(tmp_path / "old.safetensors", nn.Sequential(gft.QuantLinear(7, 5, 3, memory=False)))
@@ -131,7 +131,7 @@ def test_checkpoint_of_a_time_before_spare_bits_is_read(tmp_path):
     assert torch.equal(model[0].levels().long(), levels)
     again = nn.Sequential(gft.QuantLinear(7, 5, 3, memory=False))
     gft.load_checkpoint(gft.save_checkpoint(path, model), again)
-    assert torch.equal(again[0].weight, model[0].weight)
+    assert torch.equal(again[0].qweight, model[0].qweight)
 
 
 def test_checkpoint_of_a_time_before_gains_is_read(tmp_path):
@@ -148,14 +148,14 @@ def test_checkpoint_of_a_time_before_gains_is_read(tmp_path):
         model[0].log_gain.fill_(0.5)
     path = gft.save_checkpoint(tmp_path / "old.safetensors", saved)
     gft.load_checkpoint(rewritten(path, age), model)
-    assert torch.equal(model[0].weight, saved[0].weight)
+    assert torch.equal(model[0].qweight, saved[0].qweight)
     assert torch.equal(model(x), saved(x))
 
 
 def test_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path, refuses):
     path = gft.save_checkpoint(tmp_path / "model.safetensors", nn.Sequential(gft.QuantLinear(8, 6, 4, memory=False)))
     others = {"only in the model": nn.Sequential(gft.QuantLinear(8, 6, 4, memory=False), nn.Linear(6, 2)),
-              r"0\.weight is torch\.uint8 \(6, 4\)": nn.Sequential(gft.QuantLinear(8, 6, 4)),
+              r"0\.qweight is torch\.uint8 \(6, 4\)": nn.Sequential(gft.QuantLinear(8, 6, 4)),
               "4-bit weights": nn.Sequential(gft.QuantLinear(8, 6, 3, memory=False))}  # the same bytes, another meaning
     for match, model in others.items():
         before = [value.clone() for value in model.state_dict().values()]
@@ -196,7 +196,7 @@ def test_weights_take_their_bits_on_disk(bits, memory, bytes_a_weight, tmp_path)
     path = gft.save_checkpoint(tmp_path / "model.safetensors", model)
     weights = 512 * 256
     with safetensors.safe_open(path, framework="pt") as file:
-        stored = file.get_tensor("model.0.weight")
+        stored = file.get_tensor("model.0.qweight")
     assert stored.numel() * stored.element_size() == weights * bytes_a_weight
     rest = path.stat().st_size - weights * bytes_a_weight
     assert rest < 7000  # torch's generator takes 5056, names and structure the rest

@@ -39,14 +39,14 @@ def test_compiled_model_ends_with_the_same_weights():
     def train(compiled: bool) -> list[torch.Tensor]:
         torch.manual_seed(1)
         model = nn.Sequential(gft.QuantLinear(9, 12, bias=True, gain=True), nn.ReLU(), gft.QuantLinear(12, 7))
-        start = model[0].weight.clone()
+        start = model[0].qweight.clone()
         optimizer = gft.GFT(gft.quantized(model), lr=0.8, vote=gft.Int8(), seed=5)
         run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
         for _ in range(2):
             optimizer.zero_grad()
             run(x).square().sum().backward()
             optimizer.step()
-        assert not torch.equal(model[0].weight, start)
+        assert not torch.equal(model[0].qweight, start)
         return [parameter.clone() for parameter in gft.quantized(model)]
 
     for eager, compiled in zip(train(False), train(True), strict=True):
@@ -145,12 +145,12 @@ def test_operators_pass_torchs_own_checks(kind, vote, gain, monkeypatch):
     x.requires_grad_()
     factor = torch.tensor(1.3, requires_grad=True) if gain else None
     kept = kept_as(layer, x.shape, layer(x).shape)
-    arguments = (x, layer._anchor, layer.weight, factor, layer._handle, layer.geometry, kept)
+    arguments = (x, layer._anchor, layer.qweight, factor, layer._handle, layer.geometry, kept)
     torch.library.opcheck(torch.ops.gft.product, arguments)
     y, *saved = (output.detach() for output in torch.ops.gft.product(*arguments))
     factor = None if factor is None else factor.detach()
-    torch.library.opcheck(torch.ops.gft.product_backward, (torch.randn(y.shape), layer.weight, *saved, factor, layer._handle,
-                                                           list(x.shape), True))
+    torch.library.opcheck(torch.ops.gft.product_backward, (torch.randn(y.shape), layer.qweight, *saved, factor,
+                                                           layer._handle, list(x.shape), True))
 
 
 # ---------------------------------------------------------------------------------------------------- autocast
@@ -209,7 +209,7 @@ def test_compiled_layers_compute_in_the_type_of_autocast():
         y.float().square().sum().backward()
         optimizer.step()
         assert optimizer.flips() > 0
-        return model[0].weight.detach().clone()
+        return model[0].qweight.detach().clone()
 
     assert torch.equal(train(False), train(True))
 
@@ -231,7 +231,7 @@ def test_activation_checkpointing_ends_with_the_same_weights(reentrant, vote):
             y = checkpoint(model, hidden, use_reentrant=reentrant) if checkpointed else model(hidden)
             optimizer.zero_grad(); y.square().sum().backward(); optimizer.step()
         assert optimizer.flips() > 0
-        return [layer.weight.clone() for layer in quantized_layers(model).values()]
+        return [layer.qweight.clone() for layer in quantized_layers(model).values()]
 
     for plain, checkpointed in zip(trained(False), trained(True), strict=True):
         assert torch.equal(plain, checkpointed)

@@ -82,7 +82,7 @@ def test_quantized_and_dense_share_out_the_parameters():
     gft.quantize_(model, filter_fn=lambda module, name: name == "2")
     model[1].bias.requires_grad_(False)
     integers, floats = gft.quantized(model), gft.dense(model)
-    assert [id(p) for p in integers] == [id(model[2].weight)]
+    assert [id(p) for p in integers] == [id(model[2].qweight)]
     assert [id(p) for p in floats] == [id(p) for p in (model[0].weight, model[0].bias, model[1].weight, model[2].bias)]
 
 
@@ -103,7 +103,7 @@ def test_quantize_takes_a_model_in_channels_last(memory):
     plain = gft.quantize_(build(), bits=3, memory=memory)
     last = gft.quantize_(build().to(memory_format=torch.channels_last), bits=3, memory=memory)
     assert torch.equal(last[0].levels(), plain[0].levels())
-    assert torch.equal(last[2].weight, plain[2].weight)
+    assert torch.equal(last[2].qweight, plain[2].qweight)
     assert torch.allclose(last(x.to(memory_format=torch.channels_last)), plain(x), atol=1e-5)
     optimizer = gft.GFT(gft.quantized(last), lr=0.7)
     last(x.to(memory_format=torch.channels_last)).square().sum().backward()
@@ -118,7 +118,7 @@ def test_a_start_between_levels_stays_where_it_is_in_the_encoding_of_the_rule(in
     layer = gft.QuantLinear.from_float(linear, bits=3)
 
     def positions() -> torch.Tensor:
-        rest = layer.weight.float() - layer.levels() * layer.storage.unit
+        rest = layer.qweight.float() - layer.levels() * layer.storage.unit
         return layer.levels() + rest / layer.storage.resolution
 
     wanted = (linear.weight.detach() / layer.scale).clamp(-3, 3)
@@ -211,8 +211,8 @@ def test_quantized_and_dequantize_refuse_a_float_model(refuses):
 
 def test_quantized_chooses_layers_by_name(refuses):
     model = gft.quantize_(nn.ModuleDict({"attention": nn.Linear(4, 6), "mlp": nn.Linear(6, 2)}))
-    assert gft.quantized(model, lambda module, name: name == "mlp") == [model["mlp"].weight]
-    assert gft.quantized(model, lambda module, name: module.in_features == 4) == [model["attention"].weight]
+    assert gft.quantized(model, lambda module, name: name == "mlp") == [model["mlp"].qweight]
+    assert gft.quantized(model, lambda module, name: module.in_features == 4) == [model["attention"].qweight]
     with refuses(ValueError, r"none of the model's quantized layers \(attention, mlp\); widen it"):
         gft.quantized(model, lambda module, name: "conv" in name)
 

@@ -244,7 +244,7 @@ def test_an_evaluation_with_gradients_on_changes_nothing_of_the_training():
             optimizer.step()
             optimizer.zero_grad()
         assert optimizer.flips() > 0
-        return layer.weight.clone()
+        return layer.qweight.clone()
 
     assert torch.equal(weights_after(0), weights_after(3))
 
@@ -259,22 +259,22 @@ def test_batch_of_one_votes():
                                               (gft.QuantConv2d(2, 3, 3), (0, 2, 5, 5))], ids=["linear", "conv"])
 def test_batch_of_none_moves_nothing_and_warns_of_nothing(layer, shape):
     optimizer = gft.GFT(gft.quantized(layer), lr=0.9)
-    before = layer.weight.clone()
+    before = layer.qweight.clone()
     x = torch.empty(shape, requires_grad=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         layer(x).sum().backward()
     optimizer.step()
     assert x.grad.shape == shape
-    assert torch.equal(layer.weight, before)
+    assert torch.equal(layer.qweight, before)
     layer(torch.randn(2, *shape[1:])).sum().backward()  # and the layer still works
     optimizer.step()
-    assert not torch.equal(layer.weight, before)
+    assert not torch.equal(layer.qweight, before)
 
 
 def test_frozen_layer_passes_the_error_down_and_warns_once():
     model = nn.Sequential(nn.Linear(6, 5), gft.QuantLinear(5, 4))
-    before = model[1].weight.clone()
+    before = model[1].qweight.clone()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
@@ -282,7 +282,7 @@ def test_frozen_layer_passes_the_error_down_and_warns_once():
     (warning,) = caught
     assert re.search(r"gft\.quantized\(model\).*gft\.GFT.*\.eval\(\)", str(warning.message))
     assert model[0].weight.grad.any()
-    assert torch.equal(model[1].weight, before)
+    assert torch.equal(model[1].qweight, before)
 
     frozen = nn.Sequential(nn.Linear(6, 5), gft.QuantLinear(5, 4).eval())
     with warnings.catch_warnings():
@@ -312,7 +312,7 @@ def test_backward_keeps_only_the_quantized_activation(kind, gain, vote, bits):
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         layer(x)
 
-    others = [tensor for tensor in saved if tensor.data_ptr() != layer.weight.data_ptr()]
+    others = [tensor for tensor in saved if tensor.data_ptr() != layer.qweight.data_ptr()]
     integers = [tensor for tensor in others if tensor.dtype in (torch.int8, torch.uint8)]
     assert sum(tensor.numel() for tensor in integers) == x.numel() * bits // 8
     floats = sum(tensor.numel() for tensor in others if tensor.is_floating_point())
@@ -343,7 +343,7 @@ def test_deep_copy_casts_no_vote_into_the_original():
     assert all(layer.votes is None for layer in twin)
     assert all(torch.equal(layer.votes.votes, votes) for layer, votes in zip(model, before, strict=True))
     optimizer.step()
-    assert not torch.equal(twin[0].weight, model[0].weight)  # a copy, not a view
+    assert not torch.equal(twin[0].qweight, model[0].qweight)  # a copy, not a view
     own = gft.GFT(gft.quantized(twin), lr=0.9)  # and it can be trained by itself
     twin(torch.randn(3, 6)).sum().backward()
     own.step()
@@ -360,7 +360,7 @@ def test_state_dict_round_trip_gives_the_same_layer(build, memory):
     one, other = build(bits=3, bias=True, memory=memory), build(bits=3, bias=True, memory=memory)
     nn.init.normal_(one.bias)
     other.load_state_dict(one.state_dict())
-    assert torch.equal(one.weight, other.weight)
+    assert torch.equal(one.qweight, other.qweight)
     assert torch.equal(one.float_weight(), other.float_weight())
     assert torch.equal(one.bias, other.bias)
 
@@ -375,7 +375,7 @@ def test_packed_levels_of_a_time_before_spare_bits_are_read_as_they_were(bits, w
     assert torch.equal(layer.levels().long(), levels)
     again = gft.QuantLinear(7, 5, bits, memory=False)
     again.load_state_dict(layer.state_dict())
-    assert torch.equal(again.weight, layer.weight)
+    assert torch.equal(again.qweight, layer.qweight)
     with pytest.raises(ValueError, match=f"{bits}-bit weights"):
         gft.QuantLinear(7, 5, 4 if bits == 3 else 6, memory=False).load_state_dict(layer.state_dict())
 
@@ -385,7 +385,7 @@ def test_memory_of_either_encoding_is_read_in_the_one_the_rule_wants():
     positions = torch.tensor([[0.4, -1.25, 2.5, -3.0, 0.0, 1.75]])
     saved = gft.QuantLinear(6, 1, 3)
     saved.storage = Storage(3, True, inertia=False)
-    saved.weight.copy_(saved.storage.store_nearest(positions))
+    saved.qweight.copy_(saved.storage.store_nearest(positions))
     for inertia in (0.0, 0.5):
         layer, x = gft.QuantLinear(6, 1, 3), torch.ones(2, 6)
         optimizer = gft.GFT(gft.quantized(layer), lr=0.0, rule=gft.Rounding(inertia=inertia))
@@ -393,7 +393,7 @@ def test_memory_of_either_encoding_is_read_in_the_one_the_rule_wants():
         optimizer.step()  # now the layer is stored as its rule wants it
         layer.load_state_dict(saved.state_dict())
         assert torch.equal(layer.levels(), saved.levels())
-        rest = layer.weight.float() - layer.levels() * layer.storage.unit
+        rest = layer.qweight.float() - layer.levels() * layer.storage.unit
         assert torch.allclose(layer.levels() + rest / layer.storage.resolution, positions, atol=0.5 / 8)
         optimizer.release()
 
@@ -428,11 +428,42 @@ def test_weight_takes_the_stated_bytes_and_nothing_else_is_stored(memory, bits, 
     optimizer.step()
     stored = [*layer.parameters(), *layer.buffers()]
     assert sum(t.numel() * t.element_size() for t in stored) == 64 * 32 * expected + 4  # and one float: the scale
-    state = [t for t in optimizer.state[layer.weight].values() if isinstance(t, torch.Tensor)]
+    state = [t for t in optimizer.state[layer.qweight].values() if isinstance(t, torch.Tensor)]
     assert sum(t.numel() for t in state) <= 2 * (64 + 32) + 1 + 2  # two running scales a feature, one of all, two counts
-    assert layer.weight.grad is None
+    assert layer.qweight.grad is None
 
 
 def test_a_convolution_refuses_a_dtype_it_would_ignore(refuses):
     with refuses(TypeError, "takes no dtype"):
         gft.QuantConv2d(3, 4, 3, dtype=torch.float16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+@both_forms
+def test_weight_reads_as_a_float_one_of_the_layers_type(dtype, memory):
+    """Foreign code asks a layer's weight for its type (`x.to(layer.weight.dtype)`), shape and device."""
+    layer = gft.QuantLinear.from_float(nn.Linear(7, 5), 3, memory=memory, gain=True)
+    values, scale = layer.float_weight(), layer.scale.clone()
+    assert layer.weight.dtype is torch.float32
+    assert gft.QuantLinear.from_float(nn.Linear(7, 5, dtype=dtype)).weight.dtype is dtype
+    nn.Sequential(layer).to(dtype)
+    assert (layer.weight.dtype, layer.weight.shape, layer.bias.dtype) == (dtype, (5, 7), dtype)
+    assert torch.equal(layer.scale, scale)  # a rounded scale would move every weight
+    assert torch.allclose(layer.weight.double(), values.double(), rtol=1e-2)
+    assert layer.to_float().weight.dtype is dtype
+    assert copy.deepcopy(layer).weight.dtype is dtype
+
+
+def test_a_weight_multiplied_outside_of_its_layer_is_refused_in_training(refuses):
+    layer = gft.QuantLinear(6, 4)
+    optimizer = gft.GFT(gft.quantized(layer))
+    before, x = layer.qweight.clone(), torch.randn(3, 6)
+    y = nn.functional.linear(x, layer.weight)
+    assert torch.allclose(y, layer(x), atol=1e-6)
+    with refuses(ValueError, "outside of the layer.*filter_fn"):
+        y.sum().backward()
+    optimizer.step()
+    assert torch.equal(layer.qweight, before)
+    x.requires_grad_()
+    nn.functional.linear(x, layer.eval().weight).sum().backward()
+    assert torch.allclose(x.grad, layer.float_weight().sum(0).expand(3, 6))

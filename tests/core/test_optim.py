@@ -41,11 +41,11 @@ def test_weights_stay_on_the_grid_and_some_move(way, tiny_net, batches):
     before = levels_of(model)
     train(model, optimizer, batches[:5])
     for layer, old in zip(quantized_layers(model).values(), before, strict=True):
-        values = layer.storage.values(layer.weight, layer.columns)
+        values = layer.storage.values(layer.qweight, layer.columns)
         assert layer.storage.lowest <= int(values.min()) <= int(values.max()) <= layer.storage.limit
         assert int(layer.levels().abs().max()) <= 2 ** (bits - 1) - 1
         assert not torch.equal(layer.levels(), old)
-        assert layer.weight.dtype == (torch.int8 if memory else torch.uint8)
+        assert layer.qweight.dtype == (torch.int8 if memory else torch.uint8)
 
 
 def test_step_never_moves_a_weight_along_its_votes(tiny_net, batches):
@@ -54,10 +54,10 @@ def test_step_never_moves_a_weight_along_its_votes(tiny_net, batches):
     x, y = batches[0]
     F.cross_entropy(model(x), y).backward()
     layers = quantized_layers(model).values()
-    before = [(layer.weight.int(), layer.votes.votes.clone()) for layer in layers]
+    before = [(layer.qweight.int(), layer.votes.votes.clone()) for layer in layers]
     optimizer.step()
     for layer, (old, votes) in zip(layers, before, strict=True):
-        along = (layer.weight.int() - old).sign() * votes.sign()
+        along = (layer.qweight.int() - old).sign() * votes.sign()
         assert int(along.max()) <= 0
         assert float((along < 0).float().mean()) > 0.7
 
@@ -167,7 +167,7 @@ def test_layers_draw_different_numbers_in_one_optimizer_or_two():
         for part in parts:
             part.step()
         assert all(part.flips() > 0 for part in parts)
-        assert not torch.equal(model[0].weight, model[1].weight)
+        assert not torch.equal(model[0].qweight, model[1].qweight)
 
 
 # ---------------------------------------------------------------------------------------------------- micro-batches
@@ -243,11 +243,11 @@ def test_in_backward_moves_the_weights_with_each_micro_batch(tiny_net, batches):
 def test_errors_that_are_not_finite_cast_no_vote_and_are_reported(bad, rule, in_backward):
     layer = gft.QuantLinear(9, 7)
     optimizer = gft.GFT(gft.quantized(layer), lr=0.9, rule=rule, in_backward=in_backward)
-    before = layer.weight.clone()
+    before = layer.qweight.clone()
     layer(torch.randn(4, 9)).backward(torch.full((4, 7), bad))
     with pytest.warns(UserWarning, match="28 values of grad_output were NaN or inf"):
         optimizer.step()
-    assert torch.equal(layer.weight, before)
+    assert torch.equal(layer.qweight, before)
 
     grad_output = torch.randn(4, 7)
     grad_output[:, 3] = bad
@@ -255,8 +255,8 @@ def test_errors_that_are_not_finite_cast_no_vote_and_are_reported(bad, rule, in_
     layer(torch.randn(4, 9)).backward(grad_output)
     with pytest.warns(UserWarning, match="4 values"):
         optimizer.step()
-    assert torch.equal(layer.weight[3], before[3])
-    assert not torch.equal(layer.weight, before)
+    assert torch.equal(layer.qweight[3], before[3])
+    assert not torch.equal(layer.qweight, before)
     assert optimizer.not_finite() == 32
 
 
@@ -355,7 +355,7 @@ def test_inertia_changed_in_training_converts_the_storage_and_keeps_the_weights_
     layers = quantized_layers(model).values()
 
     def positions() -> list[torch.Tensor]:
-        return [layer.levels() + (layer.weight.int() - layer.levels() * layer.storage.unit) / layer.storage.resolution
+        return [layer.levels() + (layer.qweight.int() - layer.levels() * layer.storage.unit) / layer.storage.resolution
                 for layer in layers]
 
     assert all(layer.storage == Storage(3, True, inertia=True) for layer in layers)

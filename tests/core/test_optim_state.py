@@ -221,7 +221,7 @@ def test_deleting_a_model_and_its_optimizer_frees_the_weights_at_once(in_backwar
         optimizer = hybrid_of(model, **settings) if joined else gft.GFT(gft.quantized(model), **settings)
         train(model, optimizer, batches[:2])
         layer = quantized_layers(model)["block.mlp.0"]
-        kept = [weakref.ref(layer), weakref.ref(layer.weight), weakref.ref(optimizer), weakref.ref(layer.votes)]
+        kept = [weakref.ref(layer), weakref.ref(layer.qweight), weakref.ref(optimizer), weakref.ref(layer.votes)]
         assert all(one() is not None for one in kept)
         del model, optimizer, layer
         assert [one() for one in kept] == [None] * 4
@@ -230,7 +230,7 @@ def test_deleting_a_model_and_its_optimizer_frees_the_weights_at_once(in_backwar
 def test_deleting_a_layer_frees_it_at_once():
     with without_garbage_collector():
         layer = gft.QuantLinear(9, 7)
-        kept = [weakref.ref(layer), weakref.ref(layer.weight)]
+        kept = [weakref.ref(layer), weakref.ref(layer.qweight)]
         layer(torch.randn(2, 9)).sum()
         del layer
         assert [one() for one in kept] == [None, None]
@@ -247,7 +247,7 @@ def test_a_pickled_or_copied_layer_carries_no_optimizer_and_casts_no_vote(in_bac
     start = weights_of(model)
     for twin in (pickle.loads(data), copy.deepcopy(model[0])):
         twin.eval()(torch.randn(3, 30).requires_grad_()).sum().backward()
-        assert torch.equal(twin.weight, model[0].weight)
+        assert torch.equal(twin.qweight, model[0].qweight)
     optimizer.step()
     assert equal(weights_of(model), start)
     assert optimizer.flips() == 0

@@ -125,9 +125,9 @@ def test_weights_move_as_if_the_orthogonalized_votes_had_been_cast():
     for setting, cast in ((True, votes), (False, orthogonalized([votes])[0]), (False, votes)):
         torch.manual_seed(1)
         layer = gft.QuantLinear(12, 8, bits=4)
-        optimizer = gft.GFT([layer.weight], lr=0.8, rule=gft.Rounding(orthogonalize=setting), seed=5)
+        optimizer = gft.GFT([layer.qweight], lr=0.8, rule=gft.Rounding(orthogonalize=setting), seed=5)
         layer.votes.votes, layer.votes.tokens = cast, BOUND  # more tokens than such votes need
         optimizer.step()
-        ends.append(layer.weight.clone())
+        ends.append(layer.qweight.clone())
     assert torch.equal(ends[0], ends[1])
     assert not torch.equal(ends[0], ends[2])

@@ -141,11 +141,11 @@ def test_running_second_moments_change_what_packed_weights_do():
     for second_moment in ("step", "running"):
         torch.manual_seed(0)
         layer = gft.QuantLinear(9, 8, bits=4, memory=False)
-        optimizer = gft.GFT([layer.weight], lr=0.8, rule=Rounding(threshold=0.1, second_moment=second_moment), seed=5)
+        optimizer = gft.GFT([layer.qweight], lr=0.8, rule=Rounding(threshold=0.1, second_moment=second_moment), seed=5)
         for _ in range(3):
             layer.votes.votes, layer.votes.tokens = torch.randint(-99, 100, (8, 9), dtype=torch.int32), 1
             optimizer.step()
-        assert ("second_moment" in optimizer.state[layer.weight]) == (second_moment == "running")
+        assert ("second_moment" in optimizer.state[layer.qweight]) == (second_moment == "running")
         assert optimizer.flips() > 0
         ends.append(layer.levels())
     assert not torch.equal(*ends)

@@ -10,7 +10,7 @@ from gft.layers import quantized_layers
 
 def layer_of(levels: list[list[int]], bits: int, memory: bool) -> gft.QuantLinear:
     layer = gft.QuantLinear(len(levels[0]), len(levels), bits, memory=memory)
-    layer.weight.copy_(layer.storage.store(torch.tensor(levels)))
+    layer.qweight.copy_(layer.storage.store(torch.tensor(levels)))
     return layer
 
 

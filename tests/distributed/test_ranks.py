@@ -65,7 +65,7 @@ def test_fingerprints_differ_by_weight_order_and_setting():
     def number(seed: int = 0, swap: bool = False, **settings) -> int:
         model = integer_net(seed=seed)
         if swap:
-            model[0].weight.data = model[0].weight.data.flip(1)
+            model[0].qweight.data = model[0].qweight.data.flip(1)
         return fingerprint(quantized_layers(model).values(), [{"lr": 0.1, "seed": 3, **settings}])
 
     assert number() == number() == number(lr=torch.tensor(0.1, dtype=torch.float64))

@@ -146,8 +146,9 @@ def test_every_integer_setting_changes_what_is_trained(fixed, changes, small, ru
 def test_integer_attention_may_learn_in_its_own_way(name, rates, small):
     groups, model = groups_of(small(name, "integers.lr=0.2", "inertia=0", "attention_lr=0.05"))
     assert [group["lr"] for group in groups] == rates
-    of_each = [[block.mlp.up.weight for block in model.blocks], [block.attention.qkv.weight for block in model.blocks]]
-    assert [group["params"][::2] for group in groups] == of_each[:len(rates)]
+    of_each = [[block.mlp.up for block in model.blocks], [block.attention.qkv for block in model.blocks]]
+    expected = [[layer.qweight for layer in layers] for layers in of_each[:len(rates)]]
+    assert [group["params"][::2] for group in groups] == expected
 
 
 def test_learning_rates_rise_then_fall_to_nothing(small):

@@ -21,9 +21,9 @@ def update(device: torch.device, small: bool = False, sizes: Sequence[int] = (40
             layer = gft.QuantLinear(size, size, bits, memory=memory, device=device)
             votes = torch.randint(-99, 100, (size, size), dtype=torch.int32, device=device)
             step = torch.zeros((), dtype=torch.int64, device=device) if device.type == "cuda" else 0
-            weight = WeightStep(layer.weight.detach(), votes, 127**2, layer.storage, layer.scale_number(),
+            weight = WeightStep(layer.qweight.detach(), votes, 127**2, layer.storage, layer.scale_number(),
                                 NoiseKey(1, step, 0))
-            moved = 2 * votes.numel() * 4 + 2 * layer.weight.numel()
+            moved = 2 * votes.numel() * 4 + 2 * layer.qweight.numel()
             source = torch.empty(moved // 2, dtype=torch.uint8, device=device)
             target = torch.empty_like(source)
 

@@ -97,7 +97,7 @@ def draw_(layer: gft.QuantLinear, gain: float) -> None:
     scale = float(scale_for(torch.tensor(std), layer.in_features, layer.bits))
     at_once = max(1, DRAWN_AT_ONCE // layer.in_features)
     for start in range(0, layer.out_features, at_once):
-        rows = layer.weight[start : start + at_once]
+        rows = layer.qweight[start : start + at_once]
         drawn = torch.randn(len(rows), layer.in_features, device=rows.device)
         rows.copy_(layer.storage.store_nearest(drawn * (std / scale)))
     layer.scale.fill_(scale)

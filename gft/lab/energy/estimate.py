@@ -19,6 +19,7 @@ out of all: memory traffic, norms, activations, softmax, the loss, the rounding 
 a real chip memory traffic is the larger part; only a measurement (meter.py) has it.
 """
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from gft.errors import UsageError
-from gft.layers import QuantConv2d, QuantLinear
+from gft.layers import QuantLayer
 from gft.rules.orthogonalize import multiply_adds
 
 PICOJOULE = 1e-12
@@ -152,7 +153,7 @@ class Joules:
         return self.forward + self.error + self.weight + self.optimizer
 
 
-LAYERS = (nn.Linear, nn.Conv2d, QuantLinear, QuantConv2d)
+LAYERS = (nn.Linear, nn.Conv2d, QuantLayer)
 
 
 def products(model: nn.Module, x: Tensor, quantized: Collection[str] = ()) -> list[Product]:
@@ -170,11 +171,9 @@ def products(model: nn.Module, x: Tensor, quantized: Collection[str] = ()) -> li
     found: list[Product] = []
 
     def note(module: nn.Module, inputs: tuple[Any, ...], y: Tensor) -> None:
-        name, weight = names[module], module.weight
-        assert isinstance(weight, Tensor)
-        on_grid = isinstance(module, (QuantLinear, QuantConv2d))
-        size = module.rows * module.columns if on_grid else weight.numel()
-        outputs = module.rows if on_grid else weight.shape[0]
+        name, on_grid = names[module], isinstance(module, QuantLayer)
+        shape: tuple[int, ...] = module.float_shape if on_grid else module.weight.shape  # type: ignore[assignment]
+        outputs, size = shape[0], math.prod(shape)
         found.append(Product(name, y.numel() // outputs * size, on_grid or name in quantized, error=inputs[0].requires_grad))
 
     hooks = [module.register_forward_hook(note) for module in names]
