@@ -26,7 +26,7 @@ from gft.votes import Int4, Int8, Sign, Ternary, Vote, VoteAccumulator
 
 
 class Layer(Protocol):
-    """What is asked of a layer: gft/layers.py has them."""
+    """What is asked of a layer: gft/layers/ has them."""
 
     qweight: Any
     training: bool

@@ -1,4 +1,4 @@
-"""QuantLinear and QuantConv2d: layers whose weight is a matrix of small integers.
+"""QuantLayer: what all layers whose weight is a matrix of small integers share.
 
     forward    y = scale · (x · levels^T) + bias
     backward   grad_input = scale · (grad_output · levels)        ordinary, by the chain rule (paper, Eq. 2)
@@ -13,27 +13,21 @@ its votes go (votes.py): the accumulator that `gft.GFT` gives it. Without one th
 grad_input alone. What the graph keeps of x is q(x), packed to 2, 4 or 8 bits an element.
 """
 
-import itertools
 import math
 import warnings
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import skip_init
-from torch.utils.weak import WeakIdKeyDictionary
 
 from gft import ops
 from gft.errors import UsageError, UsageTypeError
 from gft.initialize import STARTS, scale_of
+from gft.layers.registry import register
 from gft.product import Product, handle_of, kept_as
 from gft.storage import Storage, field_bits, unpack_fields
 from gft.votes import VoteAccumulator
-
-FilterFn = Callable[[nn.Module, str], bool]  # of a layer and its name: is it meant?
 
 
 class QuantLayer(nn.Module):
@@ -300,184 +294,7 @@ class QuantLayer(nn.Module):
         return stored
 
 
-class QuantLinear(QuantLayer):
-    """nn.Linear with an integer weight.
-
-    bits: 2 (ternary) to 8. Fewer bits, less memory and a coarser weight.
-    memory: True keeps unspent votes in the rest of a byte a weight (1 B a weight, trains best). False packs the levels
-        (0.25 B at 2 bits, 0.5 B at 3 and 4, where the bit that 3 leave over counts half levels) and keeps nothing else.
-    gain: True multiplies the product by a learnt number, for ternary layers and networks without norms. `gft.quantize_`
-        decides by itself.
-
-    Starts with the levels of a Gaussian of deviation 1/sqrt(in_features); `start_("paper")` with 90 % zeros.
-    """
-
-    def __init__(self, in_features: int, out_features: int, bits: int = 4, bias: bool = False, *, memory: bool = True,
-                 gain: bool = False, device: torch.device | str | None = None) -> None:
-        super().__init__((out_features, in_features), Storage(bits, bool(memory)), bias=bias, gain=gain, device=device)
-        self.in_features, self.out_features = in_features, out_features
-        self.start_("variance")
-
-    @classmethod
-    def from_float(cls, linear: nn.Linear, bits: int = 4, *, memory: bool = True, init: str = "keep",
-                   gain: bool = False) -> "QuantLinear":
-        """The layer on the grid nearest to `linear`; its bias is taken over as it is. init="paper" starts anew."""
-        layer = cls.__new__(cls)
-        QuantLayer.__init__(layer, (linear.out_features, linear.in_features), Storage(bits, bool(memory)), gain=gain,
-                            device=linear.weight.device, dtype=linear.weight.dtype)
-        layer.in_features, layer.out_features = linear.in_features, linear.out_features
-        return _take_over(layer, linear, init)
-
-    def to_float(self) -> nn.Linear:
-        """An nn.Linear with the float values used in forward."""
-        linear = skip_init(nn.Linear, self.in_features, self.out_features, self.bias is not None,
-                           device=self.qweight.device, dtype=self.dtype)
-        return _give_back(self, linear)
-
-    def product(self, x: Tensor, levels: Tensor, scale: float) -> Tensor:
-        y = ops.scaled_matmul(x.reshape(-1, self.columns), levels.t(), scale)
-        return y.view(*x.shape[:-1], self.rows)
-
-    def _stored_product(self, x: Tensor, gain: Tensor | None) -> Tensor:
-        if x.shape[-1] != self.columns:
-            raise UsageError(f"QuantLinear(in_features={self.in_features}) was given x of shape {tuple(x.shape)}; its last "
-                             f"size must be {self.in_features}")
-        y = ops.linear(x.reshape(-1, self.columns), self.qweight.detach(), self.storage, self.scale_number(), gain)
-        return y.view(*x.shape[:-1], self.rows)
-
-    def grad_input(self, grad_output: Tensor, levels: Tensor, scale: float, x_shape: torch.Size) -> Tensor:
-        return ops.scaled_matmul(grad_output.reshape(-1, self.rows), levels, scale).view(x_shape)
-
-    @property
-    def inputs(self) -> int:
-        return self.in_features
-
-    @property
-    def geometry(self) -> list[int]:
-        return [self.rows]
-
-    def _output_shape(self, x: Tensor) -> torch.Size:
-        return torch.Size((*x.shape[:-1], self.rows))
-
-    def features_last(self, x: Tensor, features: int) -> Tensor:
-        return x.reshape(-1, features)
-
-    def sequence_length(self, x_shape: torch.Size, y_shape: torch.Size) -> int:
-        return math.prod(x_shape[1:-1]) if len(x_shape) > 2 else 1
-
-    def vote_pieces(self, x: Tensor, x_shape: torch.Size, grad: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        yield slice(None), x, grad
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, {super().extra_repr()}"
-
-
-class QuantConv2d(QuantLayer):
-    """nn.Conv2d with an integer weight. The votes on a weight come from all positions of the image it is applied to.
-
-    bits, memory and gain are QuantLinear's. stride, padding ("same" and "valid" too), dilation, groups, bias and device are
-    nn.Conv2d's, by name; padding is zeros.
-    """
-
-    # Im2col repeats each input kernel-size times; this many elements of it at once bound the scratch.
-    UNFOLDED_AT_ONCE = 1 << 25
-
-    def __init__(self, in_channels: int, out_channels: int, kernel_size: int | tuple[int, int], bits: int = 4, *,
-                 memory: bool = True, gain: bool = False, **conv: Any) -> None:
-        if "dtype" in conv:
-            raise UsageTypeError("QuantConv2d takes no dtype, its weight is integers; call .to(dtype) for its bias and gain")
-        device, bias = conv.pop("device", None), conv.pop("bias", False)
-        like = nn.Conv2d(in_channels, out_channels, kernel_size, device="meta", bias=bias, **conv)
-        self._shape_like(like, Storage(bits, bool(memory)), gain, device, None)
-        self.start_("variance")
-
-    def _shape_like(self, conv: nn.Conv2d, storage: Storage, gain: bool, device: torch.device | str | None,
-                    dtype: torch.dtype | None) -> None:
-        if conv.padding_mode != "zeros":
-            raise UsageError(f"padding_mode={conv.padding_mode!r}: QuantConv2d pads with zeros only; leave this layer out")
-        super().__init__(tuple(conv.weight.shape), storage, bias=conv.bias is not None, gain=gain, device=device,
-                         dtype=dtype)
-        self.in_channels, self.out_channels, self.groups = conv.in_channels, conv.out_channels, conv.groups
-        self.kernel_size, self.stride, self.dilation = conv.kernel_size, conv.stride, conv.dilation
-        self.padding: tuple[int, ...] = (0, 0)
-        if conv.padding == "same":
-            spans = [d * (k - 1) for d, k in zip(self.dilation, self.kernel_size, strict=True)]
-            if any(span % 2 for span in spans):
-                raise UsageError('padding="same" needs an odd kernel here; give the padding in numbers')
-            self.padding = (spans[0] // 2, spans[1] // 2)
-        elif not isinstance(conv.padding, str):
-            self.padding = conv.padding
-
-    @classmethod
-    def from_float(cls, conv: nn.Conv2d, bits: int = 4, *, memory: bool = True, init: str = "keep",
-                   gain: bool = False) -> "QuantConv2d":
-        """The layer on the grid nearest to `conv`; its bias is taken over as it is."""
-        layer = cls.__new__(cls)
-        layer._shape_like(conv, Storage(bits, bool(memory)), gain, conv.weight.device, conv.weight.dtype)
-        return _take_over(layer, conv, init)
-
-    def to_float(self) -> nn.Conv2d:
-        """An nn.Conv2d with the float values used in forward."""
-        conv = skip_init(nn.Conv2d, self.in_channels, self.out_channels, self.kernel_size, *self._geometry,
-                         self.bias is not None, device=self.qweight.device, dtype=self.dtype)
-        return _give_back(self, conv)
-
-    @property
-    def _geometry(self) -> tuple[Any, ...]:
-        return self.stride, self.padding, self.dilation, self.groups
-
-    def product(self, x: Tensor, levels: Tensor, scale: float) -> Tensor:
-        return F.conv2d(x, levels, None, *self._geometry) * scale
-
-    def grad_input(self, grad_output: Tensor, levels: Tensor, scale: float, x_shape: torch.Size) -> Tensor:
-        shape = x_shape if len(x_shape) == 4 else (1, *x_shape)
-        grad_output = grad_output.view(-1, *grad_output.shape[-3:])
-        return torch.nn.grad.conv2d_input(shape, levels, grad_output, *self._geometry).view(x_shape) * scale  # type: ignore[arg-type]
-
-    @property
-    def inputs(self) -> int:
-        return self.in_channels
-
-    @property
-    def geometry(self) -> list[int]:
-        return [*self.float_shape, *self.stride, *self.padding, *self.dilation, self.groups]
-
-    def _output_shape(self, x: Tensor) -> torch.Size:
-        sizes = zip(x.shape[-2:], self.kernel_size, self.stride, self.padding, self.dilation, strict=True)
-        return torch.Size((*x.shape[:-3], self.rows, *((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sizes)))
-
-    def features_last(self, x: Tensor, features: int) -> Tensor:
-        return x.movedim(-3, -1).reshape(-1, features)
-
-    def sequence_length(self, x_shape: torch.Size, y_shape: torch.Size) -> int:
-        return y_shape[-2] * y_shape[-1]
-
-    def vote_pieces(self, x: Tensor, x_shape: torch.Size, grad: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        images = x.reshape(-1, *x_shape[-2:], self.in_channels).permute(0, 3, 1, 2)
-        positions = grad.shape[0] // len(images)
-        at_once = max(1, self.UNFOLDED_AT_ONCE // (self.columns * self.groups * positions))
-        columns, rows = self.columns, self.rows // self.groups
-        for some, some_grad in zip(images.split(at_once), grad.split(at_once * positions), strict=True):
-            patches = self._patches(some)
-            for group in range(self.groups):
-                out = slice(group * rows, (group + 1) * rows)
-                yield out, patches[:, group * columns : (group + 1) * columns], some_grad[:, out]
-
-    def _patches(self, images: Tensor) -> Tensor:
-        """(n, channels, h, w) int8 -> (n · positions, channels · kernel) int8: what each output position looked at."""
-        columns = F.unfold(images.float(), self.kernel_size, self.dilation, self.padding, self.stride)
-        return columns.transpose(1, 2).reshape(-1, columns.shape[1]).to(torch.int8)
-
-    def _shaped_bias(self) -> Tensor:
-        assert self.bias is not None
-        return self.bias.view(-1, 1, 1)
-
-    def extra_repr(self) -> str:
-        return (f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}, "
-                f"padding={self.padding}, dilation={self.dilation}, groups={self.groups}, {super().extra_repr()}")
-
-
-def _take_over(layer: Any, float_layer: Any, init: str) -> Any:
+def take_over(layer: Any, float_layer: Any, init: str) -> Any:
     if init == "keep":
         weight, scale = float_layer.weight.detach().float(), scale_of(float_layer.weight, layer.bits)
         positions = (weight / scale).reshape(layer.rows, layer.columns)  # not view: the weight may be channels_last
@@ -489,69 +306,9 @@ def _take_over(layer: Any, float_layer: Any, init: str) -> Any:
     return layer.train(float_layer.training)
 
 
-def _give_back(layer: Any, float_layer: Any) -> Any:
+def give_back(layer: Any, float_layer: Any) -> Any:
     with torch.no_grad():
         float_layer.weight.copy_(layer.float_weight())
         if layer.bias is not None:
             float_layer.bias.copy_(layer.bias)
     return float_layer.train(layer.training)
-
-
-# ---------------------------------------------------------------------------------------------------- parameters
-
-# Weight -> its layer, both held weakly: an optimizer gets only parameters, and none of this keeps a model alive.
-_LAYER_OF: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def register(layer: QuantLayer) -> None:
-    """Let the optimizer find this layer by its weight."""
-    _LAYER_OF[layer.qweight] = weakref.ref(layer)
-
-
-def layer_of(weight: Any) -> QuantLayer | None:
-    """The living layer whose weight this is, if it is one."""
-    if not isinstance(weight, Tensor) or weight not in _LAYER_OF:
-        return None
-    layer = _LAYER_OF[weight]()
-    return layer if layer is not None and layer.qweight is weight else None
-
-
-def quantized_layers(model: nn.Module) -> dict[str, QuantLayer]:
-    """Name -> quantized layer, in the model's order."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, QuantLayer)}
-
-
-def quantized(model: nn.Module, filter_fn: FilterFn | None = None) -> list[nn.Parameter]:
-    """The integer weights of a model, for `gft.GFT`; with filter_fn(module, name) those of the layers it chooses, so that
-    kinds of layers can be groups with an lr of their own."""
-    layers = quantized_layers(model)
-    if not layers:
-        raise UsageError("no quantized layer in this model; call gft.quantize_(model, bits=…) first")
-    for layer in layers.values():
-        register(layer)
-    number_layers(layers.values())
-    chosen = [layer for name, layer in layers.items() if filter_fn is None or filter_fn(layer, name)]
-    if not chosen:
-        raise UsageError(f"filter_fn chose none of the model's quantized layers ({some_names(list(layers))}); widen it")
-    return [layer.qweight for layer in chosen]
-
-
-def number_layers(layers: Iterable[QuantLayer]) -> None:
-    """Give each layer of a model that has none a number, so that it draws its own random numbers, whichever optimizer it
-    goes to."""
-    layers = list(layers)
-    taken = {layer.number for layer in layers}
-    free = (number for number in itertools.count() if number not in taken)
-    for layer in layers:
-        if layer.number is None:
-            layer.number = next(free)
-
-
-def some_names(names: Sequence[str]) -> str:
-    """The first of many, for an error to name."""
-    return ", ".join(names[:6]) + (", …" if len(names) > 6 else "")
-
-
-def dense(model: nn.Module) -> list[nn.Parameter]:
-    """Every trainable parameter that is not an integer weight, for AdamW and its kin."""
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]

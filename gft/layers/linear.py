@@ -1,0 +1,85 @@
+"""QuantLinear: nn.Linear with an integer weight."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import skip_init
+
+from gft import ops
+from gft.errors import UsageError
+from gft.layers.layer import QuantLayer, give_back, take_over
+from gft.storage import Storage
+
+
+class QuantLinear(QuantLayer):
+    """nn.Linear with an integer weight.
+
+    bits: 2 (ternary) to 8. Fewer bits, less memory and a coarser weight.
+    memory: True keeps unspent votes in the rest of a byte a weight (1 B a weight, trains best). False packs the levels
+        (0.25 B at 2 bits, 0.5 B at 3 and 4, where the bit that 3 leave over counts half levels) and keeps nothing else.
+    gain: True multiplies the product by a learnt number, for ternary layers and networks without norms. `gft.quantize_`
+        decides by itself.
+
+    Starts with the levels of a Gaussian of deviation 1/sqrt(in_features); `start_("paper")` with 90 % zeros.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bits: int = 4, bias: bool = False, *, memory: bool = True,
+                 gain: bool = False, device: torch.device | str | None = None) -> None:
+        super().__init__((out_features, in_features), Storage(bits, bool(memory)), bias=bias, gain=gain, device=device)
+        self.in_features, self.out_features = in_features, out_features
+        self.start_("variance")
+
+    @classmethod
+    def from_float(cls, linear: nn.Linear, bits: int = 4, *, memory: bool = True, init: str = "keep",
+                   gain: bool = False) -> "QuantLinear":
+        """The layer on the grid nearest to `linear`; its bias is taken over as it is. init="paper" starts anew."""
+        layer = cls.__new__(cls)
+        QuantLayer.__init__(layer, (linear.out_features, linear.in_features), Storage(bits, bool(memory)), gain=gain,
+                            device=linear.weight.device, dtype=linear.weight.dtype)
+        layer.in_features, layer.out_features = linear.in_features, linear.out_features
+        return take_over(layer, linear, init)
+
+    def to_float(self) -> nn.Linear:
+        """An nn.Linear with the float values used in forward."""
+        linear = skip_init(nn.Linear, self.in_features, self.out_features, self.bias is not None,
+                           device=self.qweight.device, dtype=self.dtype)
+        return give_back(self, linear)
+
+    def product(self, x: Tensor, levels: Tensor, scale: float) -> Tensor:
+        y = ops.scaled_matmul(x.reshape(-1, self.columns), levels.t(), scale)
+        return y.view(*x.shape[:-1], self.rows)
+
+    def _stored_product(self, x: Tensor, gain: Tensor | None) -> Tensor:
+        if x.shape[-1] != self.columns:
+            raise UsageError(f"QuantLinear(in_features={self.in_features}) was given x of shape {tuple(x.shape)}; its last "
+                             f"size must be {self.in_features}")
+        y = ops.linear(x.reshape(-1, self.columns), self.qweight.detach(), self.storage, self.scale_number(), gain)
+        return y.view(*x.shape[:-1], self.rows)
+
+    def grad_input(self, grad_output: Tensor, levels: Tensor, scale: float, x_shape: torch.Size) -> Tensor:
+        return ops.scaled_matmul(grad_output.reshape(-1, self.rows), levels, scale).view(x_shape)
+
+    @property
+    def inputs(self) -> int:
+        return self.in_features
+
+    @property
+    def geometry(self) -> list[int]:
+        return [self.rows]
+
+    def _output_shape(self, x: Tensor) -> torch.Size:
+        return torch.Size((*x.shape[:-1], self.rows))
+
+    def features_last(self, x: Tensor, features: int) -> Tensor:
+        return x.reshape(-1, features)
+
+    def sequence_length(self, x_shape: torch.Size, y_shape: torch.Size) -> int:
+        return math.prod(x_shape[1:-1]) if len(x_shape) > 2 else 1
+
+    def vote_pieces(self, x: Tensor, x_shape: torch.Size, grad: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        yield slice(None), x, grad
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, {super().extra_repr()}"
