@@ -261,6 +261,12 @@ class QuantLayer(nn.Module):
             self.qweight.copy_(self.storage.converted(self.qweight, storage))
             self.storage = storage
 
+    def change_storage_(self, storage: Storage, stored: Tensor) -> None:
+        """Keep the weight in another form, as a new parameter: an optimizer that had the old one has it no more."""
+        self.votes, self.storage = None, storage
+        self.qweight = nn.Parameter(stored, requires_grad=False)
+        register(self)
+
     def warn_untrained(self) -> None:
         if not self._warned:
             self._warned = True

@@ -23,8 +23,9 @@ FLOORS = [
     {"rules"},
     {"product", "distributed"},
     {"layers"},
-    {"convert", "optim"},
-    {"hybrid"},
+    {"calibrate", "optim", "pack"},
+    {"convert", "hybrid"},
+    {"averaging"},
     {"statistics", "checkpoint", "capture"},
     {"__init__"},  # `import gft`
     {"lab"},
