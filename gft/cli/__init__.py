@@ -14,6 +14,7 @@ try:
     import typer
 
     from gft.cli import energy, hardness
+    from gft.cli.finetune import finetune
     from gft.errors import UsageError
     from gft.lab import bench as benchmarks
     from gft.lab import data as datasets
@@ -33,6 +34,7 @@ data_app = typer.Typer(no_args_is_help=True, help="Find or download the data set
 app.add_typer(data_app, name="data")
 app.add_typer(energy.app, name="energy")
 app.add_typer(hardness.app, name="hardness")
+app.command()(finetune)
 
 Device = Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu or cuda.")]
 Seed = Annotated[int, typer.Option(min=0, help="Of all random numbers.")]

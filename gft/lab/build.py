@@ -59,7 +59,9 @@ def build_model(recipe: Recipe, data: DataSet) -> nn.Module:
         return model
     if integers.method != "gft":
         return baselines.put_on_grid_(model, integers.bits, chosen_layers(recipe), integers.method)
-    return gft.quantize_(model, integers.bits, chosen_layers(recipe), memory=integers.memory, init=integers.init, bias=False)
+    scales = int(integers.scales) if integers.scales.isdecimal() else integers.scales
+    return gft.quantize_(model, integers.bits, chosen_layers(recipe), memory=integers.memory, init=integers.init, bias=False,
+                         scales=scales)
 
 
 # ---------------------------------------------------------------------------------------------------- how it learns

@@ -105,6 +105,7 @@ class Integers:
     bits: int = 32
     memory: bool = True  # False: packed, nothing but the levels is kept
     init: str = "keep"
+    scales: str = "tensor"  # or row, or how many weights of a row share a scale
     method: str = "gft"  # or another one (baselines.py), whose lr has a meaning of its own
     lr: float = 0.1
     rule: str = "rounding"
@@ -130,8 +131,12 @@ class Integers:
             raise UsageError(f"p_min={self.p_min}: a probability lies between 0 and 1")
         if self.layers != "none" and not 2 <= self.bits <= 8:
             raise UsageError(f"bits={self.bits}: integer layers have 2 to 8 bits")
+        if self.scales not in ("tensor", "row") and not self.scales.isdecimal():
+            raise UsageError(f"scales={self.scales}: choose tensor, row, or how many weights of a row share a scale, as 64")
         if self.layers != "none" and self.method == "gft":
             self._refuse_unused()
+        elif self.scales != "tensor":
+            raise UsageError(f"integers.scales={self.scales} would not be used: it needs method=gft and integer layers")
 
     def _refuse_unused(self) -> None:
         rounding, packed = self.rule == "rounding", not self.memory

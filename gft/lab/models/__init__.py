@@ -1,5 +1,6 @@
 from gft.lab.models.dnn import DNN
 from gft.lab.models.gpt import GPT
+from gft.lab.models.resnet import ResNet
 from gft.lab.models.vit import ViT
 
-__all__ = ["DNN", "GPT", "ViT"]
+__all__ = ["DNN", "GPT", "ResNet", "ViT"]
