@@ -27,6 +27,7 @@ FLOORS = [
     {"hybrid"},
     {"statistics", "checkpoint", "capture"},
     {"__init__"},  # `import gft`
+    {"export"},
     {"lab"},
     {"cli"},
     {"__main__"},
