@@ -63,14 +63,14 @@ class GgufFile:
         return torch.from_numpy(values.astype(np.float32)).view(shape)
 
 
-def llama_cpp_continues(path: Path, prompt: list[int], count: int, vocabulary: int) -> tuple[list[int], Tensor]:
+def llama_cpp_continues(path: Path, prompt: list[int], count: int) -> tuple[list[int], Tensor]:
     """The `count` likeliest tokens after the prompt, each after those before it, and the log-probabilities of all tokens at
-    each place, (count, vocabulary). Keys and values are kept in float32. By llama-cpp-python, or by xllamacpp, which is the
-    same library in a wheel that need not be compiled."""
+    each place, (count, vocabulary). Keys and values are kept in float32. By llama-cpp-python, or by xllamacpp: the same
+    library in a wheel that need not be compiled."""
     try:
         import llama_cpp
     except ImportError:
-        return _by_xllamacpp(path, prompt, count, vocabulary)
+        return _by_xllamacpp(path, prompt, count)
     llama = llama_cpp.Llama(str(path), n_ctx=512, n_threads=1, n_threads_batch=1, logits_all=True, verbose=False,
                             type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32)
     tokens: list[int] = []
@@ -82,16 +82,22 @@ def llama_cpp_continues(path: Path, prompt: list[int], count: int, vocabulary: i
     return tokens, logits.log_softmax(-1)
 
 
-def _by_xllamacpp(path: Path, prompt: list[int], count: int, vocabulary: int) -> tuple[list[int], Tensor]:
+def _by_xllamacpp(path: Path, prompt: list[int], count: int) -> tuple[list[int], Tensor]:
     xllamacpp = pytest.importorskip("xllamacpp", reason="needs llama-cpp-python or xllamacpp")
+    vocabulary = GgufFile(path).settings["llama.vocab_size"]
     settings = xllamacpp.CommonParams()
     settings.model.path, settings.n_ctx, settings.cpuparams.n_threads = str(path), 512, 1
     settings.cache_type_k = settings.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
-    done = xllamacpp.Server(settings).handle_completions(
-        {"prompt": prompt, "max_tokens": count, "temperature": 0, "logprobs": vocabulary, "ignore_eos": True})
-    places = done["choices"][0]["logprobs"]["content"]
-    table = torch.full((count, vocabulary), -torch.inf)
-    for row, place in enumerate(places):
+    settings.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED  # it computes in float16
+    server = xllamacpp.Server(settings)
+    # It writes characters and keeps back a token that is a part of one. So it is made to write "!" at every place, which
+    # leaves the log-probabilities as they are.
+    asked = {"max_tokens": 1, "temperature": 0, "logprobs": vocabulary, "logit_bias": [["!", 1000.0]]}
+    tokens, table = [], torch.empty(count, vocabulary)
+    for row in range(count):
+        answer = server.handle_completions({"prompt": prompt + tokens, **asked})
+        place, = answer["choices"][0]["logprobs"]["content"]
         for one in place["top_logprobs"]:
             table[row, one["id"]] = one["logprob"]
-    return [place["id"] for place in places], table
+        tokens.append(int(table[row].argmax()))
+    return tokens, table

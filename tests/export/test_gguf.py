@@ -125,7 +125,7 @@ def test_a_file_has_the_size_of_its_bits(tmp_path):
 
 def divergence(model, path, prompt, count):
     """llama.cpp's tokens, ours at the same places, and KL(ours || llama.cpp's) of each distribution."""
-    tokens, theirs = llama_cpp_continues(path, prompt, count, VOCABULARY)
+    tokens, theirs = llama_cpp_continues(path, prompt, count)
     with torch.no_grad():
         ours = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
     return tokens, ours.argmax(-1).tolist(), (ours.exp() * (ours - theirs)).sum(-1)
