@@ -1,5 +1,5 @@
-"""The command line: gft demo | recipes | train | eval | generate | reproduce | report | bench | data | energy |
-hardness.
+"""The command line: gft demo | recipes | train | eval | generate | reproduce | report | bench | data | export |
+energy | hardness.
 
 An error that a user can mend (UsageError) is one sentence on stderr and exit code 2; any other is a bug and keeps its
 traceback.
@@ -14,6 +14,7 @@ try:
     import typer
 
     from gft.cli import energy, hardness
+    from gft.cli import export as exporting
     from gft.cli.finetune import finetune
     from gft.errors import UsageError
     from gft.lab import bench as benchmarks
@@ -97,6 +98,20 @@ def generate(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A run f
     for character in characters:
         print(character, end="", flush=True)
     print()
+
+
+@app.command("export")
+def export_command(source: Annotated[str, typer.Argument(metavar="DIR_OR_MODEL",
+                                                         help="A run folder, one that save_pretrained wrote, or the name "
+                                                              "of a model on the Hugging Face hub.")],
+                   to: Annotated[str, typer.Option(help=" | ".join(exporting.TARGETS))],
+                   out: Annotated[Path, typer.Option(help="The file that is written; for hf and compressed-tensors, the "
+                                                          "folder.")],
+                   settings: Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE",
+                                                               help="A setting of the target, like ternary=TQ1_0; "
+                                                                    "repeatable.")] = []) -> None:  # noqa: B006
+    """Write a trained model for another runtime: llama.cpp, onnxruntime, transformers, torch.export."""
+    console.print(f"Written: {exporting.export(source, to, out, settings)}", soft_wrap=True)
 
 
 @app.command()

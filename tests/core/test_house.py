@@ -28,6 +28,7 @@ FLOORS = [
     {"averaging"},
     {"statistics", "checkpoint", "capture"},
     {"__init__"},  # `import gft`
+    {"export"},
     {"lab"},
     {"cli"},
     {"__main__"},
