@@ -18,12 +18,17 @@ def finetune(data: Annotated[str, typer.Option(help="Images: imagenette-SIZE, mn
              float_steps: Annotated[int, typer.Option(min=1, help="Of the float network.")] = 1400,
              steps: Annotated[int, typer.Option(min=1, help="Of fine-tuning.")] = 234,
              seed: int = 0, device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-             out: Annotated[Path, typer.Option(help="CSV file to add rows to.")] = Path("runs/finetune.csv")) -> None:
+             out: Annotated[Path, typer.Option(help="CSV file to add rows to; trials that it has are left out.")] =
+             Path("runs/finetune.csv")) -> None:
     """Fine-tune a trained float ResNet to few bits: starts, scales and rates of GFT beside straight-through training."""
     plan = lab.Plan(data=data, width=width, float_steps=float_steps, steps=steps, seed=seed)
     asked = command_line("gft finetune", data=data, bits=bits, width=width, **{"float-steps": float_steps}, steps=steps,
                          seed=seed, device=device, out=out)
     where = resolve_device(device)
     trials = list(dict.fromkeys(lab.group_that_fits(trial, width) for trial in lab.trials_of(tuple(bits))))
+    done = lab.known(out, plan)
+    trials = [trial for trial in trials if trial not in done]
+    if not trials:
+        return console.print(f"All trials are in {out}", markup=False, soft_wrap=True)
     for outcome in lab.study(plan, trials, where, lambda text: console.print(text, markup=False, soft_wrap=True)):
         lab.append([outcome], plan, out, where, asked)

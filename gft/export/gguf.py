@@ -149,8 +149,8 @@ def misfit(layer: QuantLayer, wanted: Format) -> str | None:
         return f"levels up to {layer.storage.largest} do not fit into those"
     if layer.columns % wanted.columns:
         return f"rows of {layer.columns} weights do not divide into the blocks of {wanted.columns}"
-    if group_of(layer) % wanted.columns:
-        return f"groups of {group_of(layer)} weights that share a scale do not divide into the blocks of {wanted.columns}"
+    if layer.group % wanted.columns:
+        return f"groups of {layer.group} weights that share a scale do not divide into the blocks of {wanted.columns}"
     scales = group_scales(layer)
     if not torch.equal(scales.half().float(), scales):
         return "scales that are not float16 numbers do not fit into the blocks"
@@ -168,11 +168,6 @@ def scales_of(layer: QuantLayer) -> Tensor:
 
 def gain_of(layer: QuantLayer) -> float:
     return 1.0 if layer.log_gain is None else float(layer.gain().detach().float())
-
-
-def group_of(layer: QuantLayer) -> int:
-    """How many neighbours in a row share a scale."""
-    return getattr(layer, "group", layer.columns // scales_of(layer).shape[1])
 
 
 def group_scales(layer: QuantLayer) -> Tensor:
@@ -193,7 +188,7 @@ def rest_of_scale(layer: QuantLayer) -> Tensor:
 def scales_by_block(layer: QuantLayer, width: int) -> Tensor:
     """(rows, blocks) float32: the scale of each `width` columns."""
     starts = torch.arange(0, layer.columns, width)
-    return group_scales(layer)[:, starts // group_of(layer)].expand(layer.rows, -1)
+    return group_scales(layer)[:, starts // layer.group].expand(layer.rows, -1)
 
 
 # ---------------------------------------------------------------------------------------------------- tensors

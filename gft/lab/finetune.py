@@ -217,6 +217,16 @@ def group_that_fits(trial: Trial, width: int) -> Trial:
     return replace(trial, scales=width) if isinstance(trial.scales, int) and width % trial.scales else trial
 
 
+def known(file: Path, plan: Plan) -> set[Trial]:
+    """The trials of this plan that a CSV file has already: a study that was stopped goes on."""
+    if not file.exists():
+        return set()
+    with open(file, newline="") as lines:
+        rows = [row for row in csv.DictReader(lines) if row["plan"] == json.dumps(asdict(plan))]
+    return {Trial(int(row["bits"]), row["init"], int(row["scales"]) if row["scales"].isdecimal() else row["scales"],
+                  row["method"], float(row["lr"]), row["memory"] == "True") for row in rows}
+
+
 def append(outcomes: list[Outcome], plan: Plan, file: Path, device: torch.device, command: str) -> None:
     """Add outcomes to a CSV file, each with all that it takes to repeat it."""
     about = {"plan": json.dumps(asdict(plan)), "command": command, "commit": commit(), "device": device_name(device),

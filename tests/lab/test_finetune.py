@@ -42,6 +42,8 @@ def test_a_study_trains_every_trial_and_keeps_what_it_takes_to_repeat_it(tmp_pat
     assert len(said) == 3
     assert outcomes[0].at_start == pytest.approx(outcomes[1].at_start, abs=0.5)  # the same levels, another order of sums
     finetune.append(outcomes, PLAN, file, device, "gft finetune")
+    assert finetune.known(file, PLAN) == set(trials)
+    assert finetune.known(file, finetune.Plan()) == finetune.known(tmp_path / "none.csv", PLAN) == set()
     finetune.append(outcomes, PLAN, file, device, "gft finetune")
     rows = list(csv.DictReader(file.open()))
     assert len(rows) == 4
