@@ -63,10 +63,12 @@ class Hybrid(Optimizer):
         raise UsageError(f"no part of this Hybrid takes {'quantized' if wants_gft else 'dense'} parameters")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients and the votes of all parts."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Take a step of each part, in their order. If GFT refuses a setting, none has moved."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -80,6 +82,7 @@ class Hybrid(Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """The state_dict of each part, in their order."""
         return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
