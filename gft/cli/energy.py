@@ -7,7 +7,7 @@ import typer
 
 from gft.files import make_folder
 from gft.lab import energy
-from gft.lab.display import say, show_sheets
+from gft.lab.display import console, say, show_sheets
 from gft.lab.energy import sheets
 from gft.lab.energy.table import SLIPS, estimates
 from gft.lab.energy.trials import Plan
@@ -32,9 +32,9 @@ def table(node: Node = "7nm",
         make_folder(out)
     made = estimates(node, precision, runs)
     show_sheets(*made.columns)
-    say(f"{sheets.MARKS_EXPLAINED}\n")
+    console.print(sheets.MARKS_EXPLAINED, "")
     show_sheets(*made.whole)
-    say(f"{made.assumed}\n")
+    console.print(made.assumed, "")
     show_sheets(*made.flips)
     say("\n".join(["The paper's slips:", *(f"- {slip}" for slip in SLIPS)]))
     if out is not None:
