@@ -1,30 +1,47 @@
 # make demo   set up, then train three networks on embedded data and show them side by side
 # make test   set up, then lint, type-check and run every test (CPU only), the core's first
-# make core   the core's tests alone, in under a minute
+# make core   the core's tests alone, in about a minute
+# make docs   build the documentation's site into site/
+# make dist   build wheel and sdist, check them, and train with the wheel in an empty environment
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+TIERS := $(wildcard tests/kernels tests/distributed tests/lab tests/export tests/integrations tests/examples)
 
-.PHONY: demo test core lint clean
+.PHONY: demo test core lint docs dist clean
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+# The demo needs little; tests, site and packages need every trainer and format.
+$(VENV)/.lab: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt -e '.[lab,energy,solvers,dev]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[lab]'
 	@touch $@
 
-demo: $(VENV)/.installed
+$(VENV)/.installed: $(VENV)/.lab
+	$(BIN)/pip install -q -c constraints.txt -e '.[all]'
+	@touch $@
+
+demo: $(VENV)/.lab
 	$(BIN)/gft demo
 
 lint: $(VENV)/.installed
-	$(BIN)/ruff check gft tests
+	$(BIN)/ruff check gft tests examples docs
 	$(BIN)/pyright
 
 core: $(VENV)/.installed
 	$(BIN)/pytest -n 2 tests/core
 
 test: lint core
-	$(BIN)/pytest -n 2 tests/kernels tests/distributed tests/lab
+	$(BIN)/pytest -n 2 $(TIERS)
+
+docs: $(VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+dist: $(VENV)/.installed
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/pytest tests/dist
 
 clean:
-	rm -rf $(VENV) runs .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) runs dist site .pytest_cache .ruff_cache .hypothesis

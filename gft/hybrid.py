@@ -16,7 +16,8 @@ class Hybrid(Optimizer):
     """Joins gft.GFT, which trains the integer weights, with any torch optimizers for the rest.
 
     Its `param_groups` are the groups of its parts, the same dicts in the same order, so a scheduler set on it drives
-    every part's "lr".
+    every part's "lr". A scheduler that cycles momentum (OneCycleLR, CyclicLR) drives that of the parts that have one, be it
+    called "momentum" or the first of "betas"; gft.GFT has none, and its rule's inertia stays as it is.
     """
 
     optimizers: tuple[Optimizer, ...]
@@ -36,7 +37,7 @@ class Hybrid(Optimizer):
                     raise UsageError(f"{type(owners[id(parameter)]).__name__} and {type(optimizer).__name__} share a "
                                      "parameter; give each parameter to one optimizer")
         # What an Optimizer has beyond its groups (hooks, the profiled step) is set up by its unpickling path.
-        self.__setstate__({"defaults": {}, "optimizers": optimizers})
+        self.__setstate__({"defaults": _momentum_of(optimizers), "optimizers": optimizers})
 
     def __getstate__(self) -> dict[str, Any]:
         return {"defaults": self.defaults, "optimizers": self.optimizers}
@@ -62,10 +63,12 @@ class Hybrid(Optimizer):
         raise UsageError(f"no part of this Hybrid takes {'quantized' if wants_gft else 'dense'} parameters")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients and the votes of all parts."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Take a step of each part, in their order. If GFT refuses a setting, none has moved."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -74,10 +77,12 @@ class Hybrid(Optimizer):
             if isinstance(optimizer, GFT):
                 optimizer.check()
         for optimizer in self.optimizers:
+            _take_momentum(optimizer)
             optimizer.step()
         return loss
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """The state_dict of each part, in their order."""
         return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
@@ -93,3 +98,23 @@ class Hybrid(Optimizer):
             for optimizer, part in zip(self.optimizers, before, strict=True):
                 optimizer.load_state_dict(part)
             raise
+
+
+def _momentum_of(optimizers: tuple[Optimizer, ...]) -> dict[str, float]:
+    """The defaults of a Hybrid, in which a scheduler looks whether there is a momentum to cycle. One name for all parts."""
+    for optimizer in optimizers:
+        if "momentum" in optimizer.defaults:
+            return {"momentum": optimizer.defaults["momentum"]}
+        if "betas" in optimizer.defaults:
+            return {"momentum": optimizer.defaults["betas"][0]}
+    return {}
+
+
+def _take_momentum(optimizer: Optimizer) -> None:
+    """Hand a scheduler's "momentum" on: it is written into the groups of every part, whatever the part calls it."""
+    if "momentum" in optimizer.defaults:
+        return
+    for group in optimizer.param_groups:
+        momentum = group.pop("momentum", None)
+        if momentum is not None and "betas" in group:
+            group["betas"] = (momentum, *group["betas"][1:])

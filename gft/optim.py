@@ -71,6 +71,7 @@ class GFT(Optimizer):
     # ------------------------------------------------------------------ which weights, by which settings
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Train more weights, by settings of their own: {"params": gft.quantized(…), "lr": 0.05}."""
         settings = {**self.defaults, **param_group, "step": 0}
         _refuse_loose_settings(param_group)
         check_settings(settings, self.ranks)

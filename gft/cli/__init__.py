@@ -1,5 +1,5 @@
 """The command line: gft demo | recipes | train | eval | generate | reproduce | report | bench | data | export |
-energy | hardness.
+finetune | energy | hardness.
 
 An error that a user can mend (UsageError) is one sentence on stderr and exit code 2; any other is a bug and keeps its
 traceback.
@@ -10,56 +10,78 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
+import gft
+from gft.errors import UsageError, install_hint
+
 try:
     import typer
 
     from gft.cli import energy, hardness
     from gft.cli import export as exporting
     from gft.cli.finetune import finetune
-    from gft.errors import UsageError
     from gft.lab import bench as benchmarks
     from gft.lab import data as datasets
     from gft.lab import demo as demonstration
     from gft.lab import generate as writing
     from gft.lab import pages, report, tables, train
     from gft.lab.bench.run import run as run_benchmarks
-    from gft.lab.display import console, watch
-    from gft.lab.recipes import RECIPES, find
+    from gft.lab.display import say, show, watch
+    from gft.lab.recipe import settings_help
+    from gft.lab.recipes import find, listed
     from gft.lab.runs import resolve_device
 except ModuleNotFoundError as missing:  # the library alone is installed
-    sys.exit(f"the gft command needs {missing.name}; install it with: pip install 'gft-torch[lab]'")
+    sys.exit(f"the gft command needs {missing.name}; install it with: {install_hint('lab')}")
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
-                  help="Train neural networks whose weights are 2- to 4-bit integers, from the first step to the last.")
-data_app = typer.Typer(no_args_is_help=True, help="Find or download the data sets.")
+# Plain help: boxes leave long options and their help too little room.
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+                  help="Train neural networks whose weights are 2- to 4-bit integers, from the first step to the last.",
+                  epilog="Begin with gft demo, then gft recipes. gft COMMAND --help says more.")
+data_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Find or download the data sets.")
 app.add_typer(data_app, name="data")
 app.add_typer(energy.app, name="energy")
 app.add_typer(hardness.app, name="hardness")
-app.command()(finetune)
 
 Device = Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu or cuda.")]
 Seed = Annotated[int, typer.Option(min=0, help="Of all random numbers.")]
 Settings = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Change a setting of the recipe, like "
-                                             "integers.lr=0.2 or width=64; repeatable.")]
+                                             "integers.lr=0.2 or width=64; repeatable. gft train --help lists them.")]
+SETTINGS = f"""\b
+Settings for --set, by part: PART.NAME=VALUE, or NAME=VALUE if only one has it
+{settings_help()}
+"""
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"gft {gft.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(version: Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True,
+                                                  help="Show the version and exit.")] = False) -> None:
+    """What can be asked without a command."""
 
 
 @app.command()
 def demo(out: Annotated[Path, typer.Option(help="Where the run folder is made.")] = Path("runs"),
          seed: Seed = 0) -> None:
-    """Train three small networks side by side on embedded data. No download, about a minute."""
+    """Train three small networks: no download, about a minute."""
     demonstration.demo(out, seed)
 
 
 @app.command()
-def recipes(as_json: Annotated[bool, typer.Option("--json", help="All settings, for programs.")] = False) -> None:
-    """List the recipes: every experiment that can be trained."""
+def recipes(words: Annotated[list[str], typer.Argument(metavar="[WORD]...", help="Only names that contain these.")] = [],  # noqa: B006
+            as_json: Annotated[bool, typer.Option("--json", help="All settings, for programs.")] = False) -> None:
+    """List the recipes: what can be trained, no download first."""
+    chosen = listed(words)
     if as_json:
-        print(json.dumps([recipe.config() for recipe in RECIPES.values()], indent=1))
+        print(json.dumps([recipe.config() for recipe in chosen], indent=1))
     else:
-        console.print(report.recipes_table(RECIPES.values()))
+        print(*report.recipe_lines(chosen), sep="\n")
 
 
-@app.command("train")
+@app.command("train", epilog=SETTINGS)
 def train_command(recipe: Annotated[str, typer.Argument(help="One of gft recipes.")],
                   steps: Annotated[int | None, typer.Option(help="Training steps, if not the recipe's.")] = None,
                   seed: Seed = 0, device: Device = "auto",
@@ -68,12 +90,12 @@ def train_command(recipe: Annotated[str, typer.Argument(help="One of gft recipes
                   checkpoint_every: Annotated[int | None, typer.Option(min=1, help="Steps; by default a minute.")] = None,
                   tensorboard: Annotated[bool, typer.Option(help="Write TensorBoard files.")] = True,
                   settings: Settings = []) -> None:  # noqa: B006  (typer copies it)
-    """Train a recipe: a network, its data and its hyperparameters, as gft recipes lists them."""
+    """Train a recipe: a network, its data and its settings."""
     chosen = find(recipe).changed(settings + ([] if steps is None else [f"schedule.steps={steps}"]))
     out = out or Path("runs") / f"{recipe}-seed-{seed}"
     run = train.training(chosen, out, seed=seed, device=device, resume=resume, tensorboard=tensorboard,
                          checkpoint_every=checkpoint_every)
-    console.print(f"{report.sentence(watch(recipe, run))} Everything is in {out}")
+    say(f"{report.sentence(watch(recipe, run))} Everything is in {out}")
 
 
 @app.command("eval")
@@ -81,7 +103,7 @@ def evaluate(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A run f
              split: Annotated[str, typer.Option(help="train, val or test.")] = "val", device: Device = "auto") -> None:
     """Evaluate the checkpoint of a trained run."""
     value, recipe = train.evaluate_run(folder, split, device)
-    console.print(f"{recipe.name}: {recipe.metric} {value:.4g} on the {split} split")
+    say(f"{recipe.name}: {recipe.metric} {value:.4g} on the {split} split")
 
 
 @app.command()
@@ -91,7 +113,7 @@ def generate(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A run f
              temperature: Annotated[float, typer.Option(help="0: greedy; 1: the model's own distribution.")] = 0.8,
              top_k: Annotated[int, typer.Option(help="Sample from the k likeliest characters.")] = 20, seed: Seed = 0,
              device: Device = "auto") -> None:
-    """Generate text with a trained GPT, character by character."""
+    """Generate text with a trained GPT."""
     characters = writing.generate(folder, prompt, length=length, temperature=temperature, top_k=top_k, seed=seed,
                                   device=device)
     print(prompt, end="", flush=True)
@@ -111,7 +133,7 @@ def export_command(source: Annotated[str, typer.Argument(metavar="DIR_OR_MODEL",
                                                                help="A setting of the target, like ternary=TQ1_0; "
                                                                     "repeatable.")] = []) -> None:  # noqa: B006
     """Write a trained model for another runtime: llama.cpp, onnxruntime, transformers, torch.export."""
-    console.print(f"Written: {exporting.export(source, to, out, settings)}", soft_wrap=True)
+    say(f"Written: {exporting.export(source, to, out, settings)}")
 
 
 @app.command()
@@ -124,11 +146,14 @@ def reproduce(names: Annotated[list[str], typer.Argument(metavar="TABLE",
               out: Annotated[Path, typer.Option(help="Where the tables' folders are made.")] = Path("runs/reproduce"),
               jobs: Annotated[int, typer.Option(min=1, help="Runs in parallel, each in a process.")] = 1,
               device: Device = "auto", settings: Settings = []) -> None:  # noqa: B006
-    """Reproduce tables of the paper, every row with several seeds. A table that was stopped continues where it was."""
+    """Reproduce tables of the paper, with several seeds.
+
+    A table that was stopped continues where it was.
+    """
     if paper and packed:
         raise UsageError("--paper and --packed are two variants of a table; ask for one at a time")
     if names == ["samples"]:
-        console.print(f"Written: {tables.samples(out / 'shakespeare-gpt', device=device, settings=settings)}")
+        say(f"Written: {tables.samples(out / 'shakespeare-gpt', device=device, settings=settings)}")
         return
     variant = "paper" if paper else "packed" if packed else "default"
     folders = tables.folders_of(names, variant, out)
@@ -139,22 +164,22 @@ def reproduce(names: Annotated[list[str], typer.Argument(metavar="TABLE",
 
 @app.command("report")
 def report_command(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A table's folder.")]) -> None:
-    """Write a table again from its finished runs, without training."""
+    """Write a table again from its finished runs."""
     show_table(folder, tables.write_table(folder))
 
 
 def show_table(folder: Path, rows: list[dict[str, Any]]) -> None:
-    console.print(report.terminal_table(folder.name, rows))
-    console.print(f"Written: {folder}/table.md, table.json, runs.jsonl, curves.png, curves.svg")
+    show(report.terminal_table(folder.name, rows))
+    say(f"Written: {folder}/table.md, table.json, runs.jsonl, curves.png, curves.svg")
 
 
 @app.command("pages")
 def pages_command(check: Annotated[bool, typer.Option("--check", help="Only look; exit 1 if one is out of date.")] = False,
                   ) -> None:
-    """Write the tables in README.md and docs/ again from results/."""
+    """Write the documentation's tables from results/."""
     seen = list(pages.update(check=check))
     for file, changed in seen:
-        console.print(f"{file}: {'up to date' if not changed else 'out of date' if check else 'written'}", soft_wrap=True)
+        say(f"{file}: {'up to date' if not changed else 'out of date' if check else 'written'}")
     if check and any(changed for _, changed in seen):
         raise typer.Exit(1)
 
@@ -165,27 +190,30 @@ def bench(only: Annotated[list[str], typer.Option(help=" | ".join(benchmarks.BEN
           small: Annotated[bool, typer.Option("--small", help="Tiny networks: only to see that it runs.")] = False,
           out: Annotated[Path, typer.Option(help="Rows are appended here, plots written beside.")] = Path("runs/bench.csv"),
           device: Device = "auto") -> None:
-    """Benchmark kernels, training steps and memory against AdamW and float layers."""
+    """Benchmark kernels, steps and memory against AdamW."""
     for name, rows, plots in run_benchmarks(only, out, resolve_device(device), small):
-        console.print(report.bench_table(name, rows))
+        show(report.bench_table(name, rows, bars=not small))
         for file in plots:
-            console.print(f"Written: {file}")
-    console.print(f"Appended to {out}")
+            say(f"Written: {file}")
+    say(f"Appended to {out}")
+
+
+app.command()(finetune)
 
 
 @data_app.command("list")
 def data_list() -> None:
     """Show where data is looked for and what is there."""
-    console.print(f"Data folder: {datasets.data_folder()} (set GFT_DATA to change it)", soft_wrap=True)
+    say(f"Data folder: {datasets.data_folder()} (set GFT_DATA to change it)")
     for name in datasets.names:
         place = datasets.found(name)
-        console.print(f"  {name:14s} {f'in {place}' if place else f'missing; run: gft data fetch {name}'}", soft_wrap=True)
+        say(f"  {name:14s} {f'in {place}' if place else f'missing; run: gft data fetch {name}'}")
 
 
 @data_app.command("fetch")
 def data_fetch(name: Annotated[str, typer.Argument(help=" | ".join(datasets.names))] = "mnist") -> None:
     """Find a data set, or download it and check its checksum."""
-    console.print(f"{name} is in {datasets.fetch(name)}", soft_wrap=True)
+    say(f"{name} is in {datasets.fetch(name)}")
 
 
 def main() -> None:
@@ -193,7 +221,7 @@ def main() -> None:
 
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it; no effect on the CPU or on integer votes
     try:
-        app(standalone_mode=True)
+        app(prog_name="gft", standalone_mode=True)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

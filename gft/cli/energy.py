@@ -7,7 +7,7 @@ import typer
 
 from gft.files import make_folder
 from gft.lab import energy
-from gft.lab.display import console, show
+from gft.lab.display import console, say, show_sheets
 from gft.lab.energy import sheets
 from gft.lab.energy.table import SLIPS, estimates
 from gft.lab.energy.trials import Plan
@@ -16,8 +16,7 @@ from gft.lab.provenance import command_line
 from gft.lab.recipes import find
 from gft.lab.runs import resolve_device
 
-app = typer.Typer(no_args_is_help=True, help="Energy: the paper's estimate, that of the whole training step, and measured "
-                                             "joules.")
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Energy: estimated as the paper does, and measured.")
 
 Node = Annotated[str, typer.Option(help=f"Chip technology of the estimate: {' or '.join(energy.NODES)}.")]
 
@@ -32,15 +31,15 @@ def table(node: Node = "7nm",
     if out is not None:
         make_folder(out)
     made = estimates(node, precision, runs)
-    show(*made.columns)
+    show_sheets(*made.columns)
     console.print(sheets.MARKS_EXPLAINED, "")
-    show(*made.whole)
+    show_sheets(*made.whole)
     console.print(made.assumed, "")
-    show(*made.flips)
-    console.print("The paper's slips:", *(f"- {slip}" for slip in SLIPS), sep="\n", soft_wrap=True)
+    show_sheets(*made.flips)
+    say("\n".join(["The paper's slips:", *(f"- {slip}" for slip in SLIPS)]))
     if out is not None:
         made.write(out, command_line("gft energy table", node=node, precision=precision, runs=runs, out=out))
-        console.print(f"Written: {out}/energy.md, energy.json")
+        say(f"Written: {out}/energy.md, energy.json")
 
 
 @app.command()
@@ -58,5 +57,5 @@ def measure(recipes: Annotated[list[str], typer.Argument(metavar="RECIPE...", he
     asked = command_line("gft energy measure", *recipes, steps=None if full else steps, repeats=repeats, warmup=warmup,
                          full=full, idle=idle, seed=seed, node=node, device=device, set=settings, out=out)
     plan = Plan(steps, repeats, warmup, full, idle, seed, node)
-    show(measure_side_by_side(chosen, plan, resolve_device(device), out, asked))
-    console.print(f"Written: {out}/measured.md, measured.json")
+    show_sheets(measure_side_by_side(chosen, plan, resolve_device(device), out, asked))
+    say(f"Written: {out}/measured.md, measured.json")

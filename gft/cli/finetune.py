@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from gft.lab import finetune as lab
-from gft.lab.display import console
+from gft.lab.display import say
 from gft.lab.provenance import command_line
 from gft.lab.runs import resolve_device
 
@@ -29,6 +29,7 @@ def finetune(data: Annotated[str, typer.Option(help="Images: imagenette-SIZE, mn
     done = lab.known(out, plan)
     trials = [trial for trial in trials if trial not in done]
     if not trials:
-        return console.print(f"All trials are in {out}", markup=False, soft_wrap=True)
-    for outcome in lab.study(plan, trials, where, lambda text: console.print(text, markup=False, soft_wrap=True)):
+        say(f"All trials are in {out}")
+        return
+    for outcome in lab.study(plan, trials, where, say):
         lab.append([outcome], plan, out, where, asked)

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import Progress
 
 from gft.errors import UsageError
 from gft.files import make_folder
+from gft.lab.display import watching
 from gft.lab.hardness import agreement
 from gft.lab.hardness import study as studies
 from gft.lab.hardness.cnf import read_dimacs, write_dimacs
@@ -20,7 +20,8 @@ from gft.lab.hardness.reduction import formula_of, load_problem, reduce_formula,
 from gft.lab.hardness.verdict import check_way, decide, shape
 from gft.lab.provenance import command_line
 
-app = typer.Typer(no_args_is_help=True, help="The NP-hardness theorem at work: formulas as separability problems, and back.")
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None,
+                  help="The NP-hardness theorem at work: formulas as data sets.")
 
 DEFAULTS = studies.Settings()
 Cnf = Annotated[Path, typer.Argument(metavar="FILE.cnf", help="A formula in DIMACS format.")]
@@ -98,10 +99,10 @@ def study(sizes: Annotated[str, typer.Option(help="Numbers of variables.")] = ",
     asked = command_line("gft hardness study", sizes=sizes, families=families, solvers=solvers, instances=instances,
                          seconds=seconds, seed=seed, largest=largest, out=out)
     records = studies.run_study(settings, out, {"command": asked, **studies.surroundings()})
-    with Progress() as progress:
-        bar = progress.add_task("", total=settings.count())
-        for record in records:
-            progress.update(bar, advance=1, description=f"{record['family']} {record['size']} {record['solver']}")
+    with watching() as shown:
+        shown.add("problems", settings.count())
+        for _ in records:
+            shown.advance("problems")
     studies.write_report(out)
     print(f"Written: {out}/study.md, study.json, runs.jsonl, study.png, study.svg")
 

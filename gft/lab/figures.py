@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from gft.errors import UsageError
+from gft.errors import UsageError, install_hint
 from gft.files import written_atomically
 
 
@@ -13,8 +13,8 @@ def pyplot() -> Any:
     try:
         import matplotlib
     except ModuleNotFoundError as missing:
-        raise UsageError("the plot needs matplotlib, which is not installed; install it with: pip install "
-                         "'gft-torch[lab]'") from missing
+        raise UsageError("the plot needs matplotlib, which is not installed; install it with: "
+                         f"{install_hint('lab')}") from missing
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = "gft"  # or every SVG would name its parts by random numbers
     import matplotlib.pyplot as plt

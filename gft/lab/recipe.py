@@ -11,6 +11,7 @@
 
 import dataclasses
 import difflib
+import textwrap
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -256,6 +257,13 @@ def _keys() -> Iterator[tuple[str, str]]:
         yield from ((part, field.name) for field in dataclasses.fields(kind))
 
 
+def settings_help() -> str:
+    """All that --set can change, by part."""
+    fields = {part: ", ".join(field for of, field in _keys() if of == part) for part in PARTS}
+    return "\n".join(textwrap.fill(names, 78, initial_indent=f"  {part:<10}", subsequent_indent=" " * 12)
+                     for part, names in fields.items())
+
+
 def _place_of(key: str, setting: str) -> tuple[str, str]:
     """Which part and field a key of --set means."""
     places = list(_keys())
@@ -267,12 +275,13 @@ def _place_of(key: str, setting: str) -> tuple[str, str]:
     part, _, field = key.partition(".")
     if part in PARTS:
         fields = [name for of, name in places if of == part]
-        raise UsageError(f"--set {setting}: {part} has no {field!r}; choose one of {', '.join(fields)}")
+        near = difflib.get_close_matches(field, fields, 1, cutoff=0.7)
+        mend = f"did you mean {part}.{near[0]}?" if near else f"choose one of {', '.join(fields)}"
+        raise UsageError(f"--set {setting}: {part} has no {field!r}; {mend}")
     known = [name for place in places for name in (place[1], ".".join(place))]
-    near = difflib.get_close_matches(key, known, 3, cutoff=0.7)
-    choices = (f"did you mean {' or '.join(near)}" if near else
-               f"write PART.FIELD=VALUE, where a part is one of {', '.join(PARTS)}, and gft recipes --json shows its fields")
-    raise UsageError(f"--set {setting}: no setting {key!r}; {choices}")
+    near = difflib.get_close_matches(key, dict.fromkeys(known), 1 if "." in key else 3, cutoff=0.7)
+    mend = f"did you mean {' or '.join(near)}?" if near else "gft train --help lists the settings by part"
+    raise UsageError(f"--set {setting}: no setting {key!r}; {mend}")
 
 
 _BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}

@@ -6,10 +6,11 @@ without memory, so that nothing but the packed levels is kept.
 """
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gft.errors import UsageError
+from gft.lab import data as datasets
 from gft.lab.recipe import Data, Dense, Integers, Model, Recipe, Schedule
 
 # The paper's values: top-1 % on validation, or the validation loss (Tables 1, 2, 3 and 6).
@@ -205,6 +206,14 @@ def _all() -> Iterator[Recipe]:
 
 
 RECIPES = {recipe.name: recipe for recipe in _all()}
+
+
+def listed(words: Sequence[str] = ()) -> list[Recipe]:
+    """The recipes whose name contains all of the words, those that need no download first."""
+    chosen = [recipe for recipe in RECIPES.values() if all(word.lower() in recipe.name for word in words)]
+    if not chosen:
+        raise UsageError(f"no recipe's name contains {' and '.join(map(repr, words))}; gft recipes lists them all")
+    return sorted(chosen, key=lambda recipe: not datasets.embedded(recipe.data.name))
 
 
 def find(name: str) -> Recipe:

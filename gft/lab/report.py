@@ -40,20 +40,19 @@ def demo_table(results: Iterable[Result]) -> Table:
     return table
 
 
-def recipes_table(recipes: Iterable[Recipe]) -> Table:
-    """One line a recipe: what of it is integer and how that learns."""
-    table = Table()
-    for name in ("recipe", "paper", "integers", "rule", "votes", "steps"):
-        table.add_column(name, no_wrap=True)
+def recipe_lines(recipes: Iterable[Recipe]) -> list[str]:
+    """A head line, then one a recipe: its data, and how its integers learn. 80 characters at most; the same in a pipe."""
+    rows = [("recipe", "data", "rule", "votes", "steps", "paper")]
     for recipe in recipes:
         integers = recipe.integers
         if integers.layers == "none":
-            how = "–", "–"
+            rule, votes = "–", "–"
         else:
-            how = (integers.rule, integers.vote) if integers.method == "gft" else (integers.method, "–")
-        table.add_row(recipe.name, "–" if recipe.paper is None else f"{recipe.paper:g}", integers.layers, *how,
-                      str(recipe.schedule.steps))
-    return table
+            rule, votes = (integers.rule, integers.vote) if integers.method == "gft" else (integers.method, "–")
+        rows.append((recipe.name, recipe.data.name, rule, votes, str(recipe.schedule.steps),
+                     "–" if recipe.paper is None else f"{recipe.paper:g}"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def sentence(result: Result) -> str:
@@ -189,14 +188,14 @@ def terminal_table(title: str, rows: Sequence[Row]) -> Table:
     return table
 
 
-def bench_table(title: str, rows: Sequence[bench.Row]) -> Table:
-    """Ours beside a peer's, and whether the bar was met."""
+def bench_table(title: str, rows: Sequence[bench.Row], bars: bool = True) -> Table:
+    """Ours beside a peer's, and whether the bar was met. No bars for tiny networks, which they were not set for."""
     table = Table(title=title)
-    for name in ("case", "ours", "peer", "ratio", "bar"):
+    for name in ("case", "ours", "peer", "ratio", "bar") if bars else ("case", "ours", "peer", "ratio"):
         table.add_column(name, justify="left" if name in ("case", "bar") else "right")
     for row in rows:
-        table.add_row(row.case, f"{row.ours:.4g} {row.unit}", f"{row.peer:.4g} ({row.peer_is})", f"{row.ratio:.2f}",
-                      row.bar + (" ✓" if row.met else " ✗"))
+        bar = [row.bar + (" ✓" if row.met else " ✗")] if bars else []
+        table.add_row(row.case, f"{row.ours:.4g} {row.unit}", f"{row.peer:.4g} ({row.peer_is})", f"{row.ratio:.2f}", *bar)
     return table
 
 

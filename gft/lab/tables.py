@@ -15,7 +15,7 @@ from typing import Any
 from gft.errors import UsageError
 from gft.files import write_text
 from gft.lab import older, report, train
-from gft.lab.display import Bars, watch
+from gft.lab.display import watch, watching
 from gft.lab.generate import sample_of
 from gft.lab.recipe import Recipe, dotted
 from gft.lab.recipes import RECIPES, VARIANTS, variant_of
@@ -164,18 +164,17 @@ def samples(out: Path, *, device: str = "auto", settings: Sequence[str] = ()) ->
 
 def _outcomes(missing: Sequence[Run], total: int, device: str, jobs: int) -> Iterator[Line | TrainingError]:
     """Each run's result as soon as it has one, or why it stopped, with progress shown on the way."""
-    with Bars() as bars:
-        bars.add("all runs", total)
-        bars.advance("all runs", total - len(missing))
+    with watching() as shown:
+        shown.add("all runs", total, done=total - len(missing))
         for name, event in (_in_turn(missing, device) if jobs == 1 else _side_by_side(missing, device, jobs)):
             if isinstance(event, TrainingError):
-                bars.done(name)
+                shown.done(name)
                 yield TrainingError(f"{name}: {event}")
                 continue
-            bars.show(name, event)
+            shown.show(name, event)
             if event.result is not None:
-                bars.done(name)
-                bars.advance("all runs")
+                shown.done(name)
+                shown.advance("all runs")
                 yield event.result
 
 

@@ -8,33 +8,8 @@ import torch
 import torch.nn.functional as F
 from helpers import all_of, equal, hybrid_of, same, train, weights_of
 from torch import nn
-from torch.optim import lr_scheduler
 
 import gft
-
-SCHEDULERS = {
-    "CosineAnnealingLR": lambda opt: lr_scheduler.CosineAnnealingLR(opt, 6, eta_min=0.001),
-    "OneCycleLR": lambda opt: lr_scheduler.OneCycleLR(opt, [g["lr"] for g in opt.param_groups], total_steps=9,
-                                                      cycle_momentum=False),
-    "SequentialLR": lambda opt: lr_scheduler.SequentialLR(
-        opt, [lr_scheduler.ConstantLR(opt, 0.3, 2), lr_scheduler.ExponentialLR(opt, 0.8)], [2]),
-    "LambdaLR": lambda opt: lr_scheduler.LambdaLR(opt, lambda step: 1 / (1 + step)),
-}
-
-
-@pytest.mark.parametrize("kind", SCHEDULERS)
-def test_schedulers_drive_lr_as_they_do_that_of_sgd(kind, tiny_net, batches):
-    model = tiny_net()
-    optimizer = hybrid_of(model)
-    twin = torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (0.4, 3e-3)])
-    scheduler, twin_scheduler = SCHEDULERS[kind](optimizer), SCHEDULERS[kind](twin)
-    start = [group["lr"] for group in optimizer.param_groups]
-    for batch in batches[:4]:
-        train(model, optimizer, [batch], scheduler)
-        twin.step()
-        twin_scheduler.step()
-        assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in twin.param_groups]
-    assert optimizer.optimizers[0].param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] != start[0]
 
 
 @pytest.mark.parametrize("joined", [False, True], ids=["GFT", "Hybrid"])

@@ -1,7 +1,9 @@
 """The command line as a user meets it: in this process, and in one of its own where it is killed."""
 
+import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,9 +14,12 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from gft import cli
+import gft as library
+from gft import cli, errors
 from gft.checkpoint import read_checkpoint
+from gft.errors import install_hint
 from gft.lab import demo
+from gft.lab.recipe import PARTS
 
 COMMAND = [sys.executable, "-m", "gft"]
 SMALL = ["--device", "cpu", "--set", "width=32", "--no-tensorboard"]
@@ -49,6 +54,11 @@ def gft(monkeypatch, capsys, tmp_path):
     (["train", "digits-fp", "--set", "width=fast"], "width takes a value of type int"),
     (["train", "digits-quantized-2bit", "--set", "bits=9", *SMALL], "2 to 8 bits"),
     pytest.param(["train", "digits-quantized-2bit", "--set", "integers.lr=3", *SMALL], "give a number from 0 to 1"),
+    (["train", "digits-fp", "--set", "bit=4"], "did you mean bits?"),
+    (["train", "digits-fp", "--set", "integers.bit=4"], "did you mean integers.bits?"),
+    (["train", "digits-fp", "--set", "integer.bits=4"], "did you mean integers.bits?"),
+    (["train", "digits-fp", "--set", "colour=red"], "gft train --help lists the settings"),
+    (["recipes", "gtp"], "no recipe's name contains 'gtp'"),
     (["eval", "nowhere"], "is not a run folder"),
     (["report", "nowhere"], "is not the folder of a table"),
     (["data", "fetch", "cifar"], "no data set 'cifar'"),
@@ -101,7 +111,73 @@ def test_a_bug_of_ours_keeps_its_traceback(bug, gft, monkeypatch):
 def test_recipes_are_listed_for_people_and_for_programs(gft):
     listed = json.loads(gft("recipes", "--json").out)
     assert {"mnist-dnn-fp", "mnist-dnn-hybrid-4bit", "mnist-dnn-quantized-2bit-paper"} <= {one["name"] for one in listed}
-    assert "mnist-dnn-quantized-2bit-paper" in gft("recipes").out
+    shown = gft("recipes").out.splitlines()[1:]
+    assert [line.split()[0] for line in shown] == [one["name"] for one in listed]
+
+
+def test_recipes_are_whole_lines_without_downloads_first_and_can_be_filtered(gft):
+    head, *lines = gft("recipes").out.splitlines()
+    assert head.split() == ["recipe", "data", "rule", "votes", "steps", "paper"]
+    assert max(map(len, lines)) <= 80
+    assert all(len(line.split()) == 6 for line in lines)
+    assert not any("…" in line for line in lines)
+    needs_nothing = [line.split()[1] in ("digits", "verses") for line in lines]
+    assert needs_nothing == sorted(needs_nothing, reverse=True)
+    assert 0 < sum(needs_nothing) < len(lines)
+    names = [line.split()[0] for line in lines]
+    chosen = [line.split()[0] for line in gft("recipes", "GPT", "2bit").out.splitlines()[1:]]
+    assert chosen == [name for name in names if "gpt" in name and "2bit" in name]
+
+
+def test_version(gft):
+    assert gft("--version").out == f"gft {library.__version__}\n"
+
+
+def test_help_lists_commands_and_settings_in_whole_words(gft):
+    for command in (["--help"], ["train", "--help"], ["energy", "--help"], ["hardness", "study", "--help"]):
+        lines = gft(*command).out.splitlines()
+        assert lines[0].startswith("Usage: gft")
+        assert max(map(len, lines)) <= 80
+        assert not any("…" in line for line in lines)
+    before, _, settings = gft("train", "--help").out.partition("Settings for --set")
+    assert "--checkpoint-every" in before
+    for part, kind in PARTS.items():
+        assert f"\n    {part} " in settings
+        assert all(field.name in settings for field in dataclasses.fields(kind))
+
+
+def test_brackets_in_a_path_are_no_markup(gft, tmp_path):
+    done = gft("train", "digits-fp", "--steps", 2, "--out", "a[/red]b", *SMALL)
+    assert done.code == 0, done.error
+    assert "Everything is in a[/red]b" in done.out
+    assert (tmp_path / "a[/red]b" / "result.json").exists()
+
+
+def test_a_run_without_a_terminal_writes_lines(gft):
+    done = gft("train", "digits-fp", "--steps", 30, "--out", "run", *SMALL)
+    first, last, sentence = done.out.splitlines()
+    assert re.fullmatch(r"digits-fp  20/30  loss \d\.\d+(  val \S+)?  elapsed 0:00:\d\d  ETA 0:00:\d\d", first)
+    assert re.fullmatch(r"digits-fp  30/30  loss \d\.\d+  val \S+  elapsed 0:00:\d\d", last)
+    assert sentence.startswith("accuracy ")
+
+
+def test_a_small_bench_holds_nothing_to_a_bar(gft):
+    done = gft("bench", "--only", "votes", "--small", "--device", "cpu", "--out", "bench.csv")
+    assert done.code == 0, done.error
+    assert "ratio" in done.out
+    assert not any(mark in done.out for mark in ("✓", "✗", "at least", "━"))
+
+
+@pytest.mark.parametrize("here", [True, False], ids=["in the clone", "elsewhere"])
+def test_install_hints_name_the_clone(here, monkeypatch, tmp_path):
+    clone = Path(library.__file__).parents[1]
+    monkeypatch.chdir(clone if here else tmp_path)
+    assert install_hint("lab") == ("pip install -e '.[lab]'" if here else f"pip install -e '{clone}[lab]'")
+
+
+def test_install_hints_of_an_installed_package_name_the_index(monkeypatch, tmp_path):
+    monkeypatch.setattr(errors, "__file__", str(tmp_path / "site-packages" / "gft" / "errors.py"))
+    assert install_hint("lab") == "pip install 'gft-torch[lab]'"
 
 
 def test_data_list_says_where_to_look(gft):

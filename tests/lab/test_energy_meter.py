@@ -172,7 +172,7 @@ def test_gpu_counter_reads_joules_or_says_why_not(refuses):
 
 def test_gpu_counter_names_the_extra_that_brings_it(monkeypatch, refuses):
     monkeypatch.setitem(sys.modules, "pynvml", None)  # as if not installed
-    with refuses(energy.NotMeasurable, r"pip install 'gft-torch\[energy\]'"):
+    with refuses(energy.NotMeasurable, r"pip install .*\[energy\]'"):
         gpu_counter(torch.device("cuda"))
 
 

@@ -425,7 +425,7 @@ def test_time_runs_out_as_unknown():
 def test_a_missing_solver_names_its_package(monkeypatch, refuses):
     monkeypatch.setitem(sys.modules, "pysat.solvers", None)
     monkeypatch.setitem(sys.modules, "ortools.sat.python.cp_model", None)
-    with refuses(solvers.MissingSolver, r"needs python-sat.*pip install 'gft-torch\[solvers\]'"):
+    with refuses(solvers.MissingSolver, r"needs python-sat.*pip install .*\[solvers\]'"):
         solvers.solve_formula(UNSATISFIABLE)
     with refuses(solvers.MissingSolver, "needs ortools"):
         solvers.solve_separability(reduce_formula(UNSATISFIABLE))

@@ -65,7 +65,7 @@ def test_settings_are_read_by_type_with_or_without_their_part():
     ("lr=0.1", "say which lr it is, integers.lr or dense.lr"),
     ("name=x", "say which name it is, data.name or model.name"),
     ("depth", "write KEY=VALUE, like integers.lr=0.2 or width=64"),
-    ("nonsense=2", "no setting 'nonsense'; write PART.FIELD=VALUE, where a part is one of data, model, integers, dense,"),
+    ("nonsense=2", "no setting 'nonsense'; gft train --help lists the settings"),
     ("treshold=2", "no setting 'treshold'; did you mean threshold or"),
     ("dense.width=3", "dense has no 'width'; choose one of lr, weight_decay, beta2"),
     ("paper=3", "no setting 'paper'"),

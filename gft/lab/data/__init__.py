@@ -35,9 +35,9 @@ from gft.lab.data.text import Text, fetch_shakespeare, find_shakespeare, load_sh
 
 __all__ = [
     "AUGMENT", "LOADERS", "MNIST_FILES", "MNIST_MEAN", "MNIST_MIRRORS", "MNIST_STD", "MNIST_TRAIN", "SPLITS", "DataError",
-    "Dataset", "Entry", "Source", "Text", "_read_idx", "check", "data_folder", "fetch", "fetch_mnist", "find_mnist", "found",
-    "load", "load_digits", "load_digits_images", "load_imagenette", "load_mnist", "load_mnist_images", "load_shakespeare",
-    "load_text", "load_verses", "names",
+    "Dataset", "Entry", "Source", "Text", "_read_idx", "check", "data_folder", "embedded", "fetch", "fetch_mnist",
+    "find_mnist", "found", "load", "load_digits", "load_digits_images", "load_imagenette", "load_mnist", "load_mnist_images",
+    "load_shakespeare", "load_text", "load_verses", "names",
 ]
 
 
@@ -108,6 +108,11 @@ def load(name: str, context: int | None = None) -> Dataset | Text:
 def found(name: str) -> str | None:
     """Where it lies, or None if it must be fetched."""
     return _entry(name).find()
+
+
+def embedded(name: str) -> bool:
+    """Whether it needs no download."""
+    return _entry(name).fetch is None
 
 
 def fetch(name: str, progress: bool = True) -> str:

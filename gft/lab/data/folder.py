@@ -6,6 +6,7 @@ temporary files.
 """
 
 import os
+import sys
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -79,10 +80,10 @@ def retrieve(what: str, file: Source, mirrors: Iterable[str], folder: Path, prog
     if not _may_write(folder):
         raise DataError(f"{what} is not in {data_folder()}, and nothing may be written there; set GFT_DATA to a folder of "
                         f"yours, or {mend}")
-    why = ""
+    why, bar = "", progress and sys.stderr.isatty()
     for mirror in mirrors:
         try:
-            return Path(pooch.retrieve(mirror + file.name, f"md5:{file.md5}", file.name, folder, progressbar=progress))
+            return Path(pooch.retrieve(mirror + file.name, f"md5:{file.md5}", file.name, folder, progressbar=bar))
         except OSError as error:  # the network's errors are of this kind; the next mirror may be up
             why = f"{type(error).__name__}: is there a network?"
         except ValueError as error:  # pooch's own: a wrong checksum

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gft.errors import install_hint
 from gft.files import written_atomically
 from gft.lab.data.folder import DataError, cache_folders, content_of, writable_cache
 
@@ -143,7 +144,7 @@ def _decode_all(source: Path, rows: dict[str, np.ndarray], size: int) -> None:
         try:
             rows[name][:] = decode(content, size)
         except ModuleNotFoundError:
-            raise DataError("images need Pillow; install it with: pip install 'gft-torch[lab]'") from None
+            raise DataError(f"images need Pillow; install it with: {install_hint('lab')}") from None
         except Exception as error:  # Pillow raises of many kinds, by format
             raise DataError(f"{source / name} is not a readable image ({type(error).__name__}); unpack or fetch "
                             "the set again") from error

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import torch
 
-from gft.errors import UsageError
+from gft.errors import UsageError, install_hint
 
 POWERCAP = Path("/sys/class/powercap")
 SHORT_WINDOW = 2.0  # seconds; in less, a tick of the GPU's counter is more than a few % of the window
@@ -93,7 +93,7 @@ def gpu_counter(device: torch.device) -> GpuCounter:
         import pynvml
     except ModuleNotFoundError:
         raise NotMeasurable("the GPU's energy is not measurable here: NVML is read through nvidia-ml-py, which is not "
-                            "installed; pip install 'gft-torch[energy]'") from None
+                            f"installed; {install_hint('energy')}") from None
     return GpuCounter(f"GPU-{torch.cuda.get_device_properties(device).uuid}", pynvml)
 
 

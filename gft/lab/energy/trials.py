@@ -14,8 +14,7 @@ import torch
 
 from gft.errors import UsageError
 from gft.files import make_folder, write_text
-from gft.lab import train
-from gft.lab.display import console
+from gft.lab import display, train
 from gft.lab.energy import estimate, meter, sheets
 from gft.lab.energy.meter import Counter, Reading, mean_std, take
 from gft.lab.energy.networks import Network, network, over_a_run
@@ -146,8 +145,7 @@ def idle_power(counters: Sequence[Counter], seconds: float, on: torch.device) ->
 
 def say(what: str, reading: Reading, steps: int) -> None:
     gross, net = (joules / steps * 1e3 for joules in (reading.gross, reading.net))
-    console.print(f"{what}: {gross:.1f} mJ/step gross, {net:.1f} net, {reading.seconds:.1f} s", soft_wrap=True,
-                  highlight=False)
+    display.say(f"{what}: {gross:.1f} mJ/step gross, {net:.1f} net, {reading.seconds:.1f} s")
 
 
 # ---------------------------------------------------------------------------------------------------- rows

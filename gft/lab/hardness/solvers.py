@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from gft.errors import UsageError
+from gft.errors import UsageError, install_hint
 from gft.lab.hardness.cnf import Formula
 from gft.lab.hardness.reduction import Separability, assignment_of, reduce_formula, weights_of
 
@@ -43,7 +43,7 @@ def import_solver(module: str, package: str) -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError as missing:
         raise MissingSolver(f"this needs {package}, which is not installed; install it with: "
-                            "pip install 'gft-torch[solvers]'") from missing
+                            f"{install_hint('solvers')}") from missing
 
 
 def solve_formula(formula: Formula) -> Answer:
