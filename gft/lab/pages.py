@@ -252,10 +252,59 @@ def energy(results: Path) -> str:
             f"`{command}`.")
 
 
+def read_csv(file: Path) -> list[dict[str, str]]:
+    with open(file, encoding="utf-8", newline="") as lines:
+        return list(csv.DictReader(lines))
+
+
+def about_rows(rows: Sequence[Mapping[str, str]], n: str) -> str:
+    """Where the rows of a CSV file come from."""
+    said = {key: once(row[key] for row in rows) for key in ("commit", "device", "torch")}
+    return f"{n}, commit {said['commit']}, {said['device']}, torch {said['torch']}"
+
+
+def finetune(results: Path) -> str:
+    """A trained float network to few bits: accuracy right after each start and after fine-tuning, then by rate."""
+    rows = read_csv(results / "finetune.csv")
+    names = {"keep": "nearest", "fit": "fitted", "gptq": "`gft.GPTQ`"}
+    kinds: dict[tuple[str, ...], dict[str, dict[str, str]]] = {}
+    for row in rows:
+        scales = {"tensor": "one scale", "row": "a scale a row"}.get(row["scales"], f"a scale for {row['scales']}")
+        kinds.setdefault((f"{names[row['init']]}, {scales}", row["method"], row["lr"]), {})[row["bits"]] = row
+    bits = sorted({row["bits"] for row in rows}, reverse=True)
+    lines = []
+    for (start, method, lr), found in sorted(kinds.items(), key=lambda kind: (kind[0][1], float(kind[0][2]))):
+        cells = [f"{float(found[one]['at_start']):.1f} → {float(found[one]['tuned']):.1f}" if one in found else ""
+                 for one in bits]
+        lines.append([start, method.upper(), f"{float(lr):g}", *cells])
+    plan = json.loads(rows[0]["plan"])
+    whole = once(row["float"] for row in rows)
+    return (table(["start", "trained by", "lr", *(f"{one} bit" for one in bits)], lines)
+            + f"\n\nFloat: {whole} % after {plan['float_steps']} steps. Then {plan['steps']} steps of {plan['batch']} images; "
+            + about_rows(rows, f"n = 1, seed {plan['seed']}") + f": `{re.sub(' --bits .', '', rows[0]['command'])}`.")
+
+
+def scales(results: Path) -> str:
+    """One scale a tensor, a row or a group, from scratch."""
+    rows = read_csv(results / "scales.csv")
+    kinds: dict[tuple[str, str], list[dict[str, str]]] = {}
+    for row in rows:
+        kinds.setdefault((row["recipe"], row["scales"]), []).append(row)
+    lines = []
+    for recipe in dict.fromkeys(row["recipe"] for row in rows):
+        for (name, kind), found in kinds.items():
+            if name == recipe:
+                losses = [float(row["loss"]) for row in found]
+                mean, each = sum(losses) / len(losses), " / ".join(f"{loss:.3f}" for loss in losses)
+                lines.append([recipe, kind, f"{float(found[0]['bytes_a_weight']):.4g}", f"{mean:.3f}", each])
+    seeds = in_ranges(int(row["seed"]) for row in rows)
+    return (table(["recipe", "`scales`", "bytes a weight", "validation loss, nats", "by seed"], lines) + "\n\n"
+            + about_rows(rows, f"seeds {seeds}") + f": `{rows[0]['command']}` and so on.")
+
+
 def bench(results: Path) -> str:
     """The newest row of each benchmark and peer in bench.csv."""
-    with open(results / "bench.csv", encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_csv(results / "bench.csv")
     newest = {}
     for row in rows:
         # "loss, last quarter of 20 steps, 0.0105 moves a weight": what was counted on the way is no part of a case's name.
@@ -276,6 +325,8 @@ PAGES: dict[str, Callable[[Path], str]] = {
     **{name: lambda results, name=name: paper_table(results, name) for name in TABLES},
     "baselines": baselines,
     "energy": energy,
+    "finetune": finetune,
+    "scales": scales,
     "bench": bench,
 }
 
