@@ -15,12 +15,12 @@ from gft.layers import QuantLayer, quantized_layers
 def layers_to_export(model: Any) -> dict[str, QuantLayer]:
     """The quantized layers of a model, by name, or an error that says why there is nothing to export."""
     if not isinstance(model, nn.Module):
-        raise UsageTypeError(f"only a torch.nn.Module can be exported, not {type(model).__name__}; build the model and load its "
-                             "weights first")
+        raise UsageTypeError(f"only a torch.nn.Module can be exported, not {type(model).__name__}; build the model and load "
+                             "its weights first")
     layers = quantized_layers(model)
     if not layers:
-        raise UsageError("no quantized layer in this model; call gft.quantize_(model, bits=…) first, or export it by torch's "
-                         "own means")
+        raise UsageError("no quantized layer in this model; call gft.quantize_(model, bits=…) first, or export it by "
+                         "torch's own means")
     return layers
 
 
