@@ -5,6 +5,8 @@
 """
 
 from gft import reference
+from gft.averaging import averaged
+from gft.calibrate import GPTQ
 from gft.capture import Captured
 from gft.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from gft.convert import dequantize_, quantize_
@@ -12,6 +14,7 @@ from gft.errors import UsageError
 from gft.hybrid import Hybrid
 from gft.layers import QuantConv2d, QuantLinear, dense, quantized
 from gft.optim import GFT, PAPER
+from gft.pack import pack_
 from gft.rules import Rounding, TopK
 from gft.statistics import statistics
 from gft.votes import Int4, Int8, Sign, Ternary
@@ -20,6 +23,7 @@ __version__ = "0.2.0"
 
 __all__ = [
     "GFT",
+    "GPTQ",
     "PAPER",
     "Captured",
     "CheckpointError",
@@ -33,9 +37,11 @@ __all__ = [
     "Ternary",
     "TopK",
     "UsageError",
+    "averaged",
     "dense",
     "dequantize_",
     "load_checkpoint",
+    "pack_",
     "quantize_",
     "quantized",
     "reference",

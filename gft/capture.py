@@ -138,7 +138,7 @@ class Captured:
         groups = [{key: value for key, value in group.items() if key not in ("params", "lr", "step", "initial_lr")}
                   for group in self._optimizer.param_groups]
         layers = [layer for part in parts_of(self._optimizer) if isinstance(part, GFT) for layer in part.layers()]
-        return [groups, [layer.scale._version for layer in layers]]
+        return [groups, [(layer.scale.data_ptr(), layer.scale._version) for layer in layers]]
 
     def _record(self, x: Tensor, y: Tensor, kind: Hashable) -> None:
         if self._recordings >= MOST_RECORDINGS:

@@ -1,9 +1,11 @@
 """quantize_ and dequantize_: a model's float layers onto the grid, in place, and back."""
 
 import re
+from typing import Any
 
 from torch import nn
 
+from gft.calibrate import GPTQ
 from gft.errors import UsageError
 from gft.layers import FilterFn, QuantConv2d, QuantLayer, QuantLinear, number_layers, quantized_layers, some_names
 from gft.storage import check_bits
@@ -14,19 +16,26 @@ CONVERTIBLE: dict[type[nn.Module], type[QuantLinear] | type[QuantConv2d]] = {nn.
 
 
 def quantize_(model: nn.Module, bits: int = 4, filter_fn: FilterFn | None = None, *, memory: bool = True,
-              init: str = "keep", bias: bool = True, gain: bool | None = None) -> nn.Module:
+              init: str | GPTQ = "keep", bias: bool = True, gain: bool | None = None,
+              scales: str | int = "tensor") -> nn.Module:
     """Replace nn.Linear and nn.Conv2d layers by quantized ones, in place; returns the model.
 
-    filter_fn(module, name) says which; all of them without it. init="keep" takes the float weights over, rounded to the
-    grid, so a model's own initialisation or a pre-trained model carries over; "paper" (90 % zeros) and "variance"
-    (a Gaussian) start anew. bias=False leaves the layers' biases out: the paper's quantized layers have none. gain=True
-    multiplies each layer's product by a number that AdamW learns with the biases, False by none. By default ternary layers
-    have gains, and in a model without any norm all do, since nothing else lets them grow beyond their grids; but neither
-    with bias=False nor from the paper's start. Call it before the optimizers are built; nothing is changed if it raises.
+    filter_fn(module, name) says which; all of them without it. Call it before the optimizers are built; nothing is changed
+    if it raises.
+
+    init: "keep" takes the float weights over, rounded to the grid, so a model's own initialisation or a pre-trained model
+        carries over; "fit" does so on the scale that loses least of them, for trained models, and gft.GPTQ(batches) also
+        rounds them so that the layers' outputs change least; "paper" (90 % zeros) and "variance" (a Gaussian) start anew.
+    bias: False leaves the layers' biases out: the paper's quantized layers have none.
+    gain: True multiplies each layer's product by a number that AdamW learns with the biases, False by none. By default
+        ternary layers have gains, and in a model without any norm all do, since nothing else lets them grow beyond their
+        grids; but neither with bias=False nor from the paper's start.
+    scales: "tensor": one float a weight matrix, by which its levels are multiplied; "row": one for each of its rows; 64,
+        128, …: one for so many weights of a row.
     """
     check_bits(bits)
-    if init not in ("keep", "paper", "variance"):
-        raise UsageError(f"init={init!r}: choose keep, paper or variance")
+    if not isinstance(init, GPTQ) and init not in ("keep", "fit", "paper", "variance"):
+        raise UsageError(f"init={init!r}: choose keep, fit, gft.GPTQ(batches), paper or variance")
     if type(model) in CONVERTIBLE:
         raise UsageError(f"the model is itself one {type(model).__name__} and cannot be replaced in place; use "
                          f"gft.{CONVERTIBLE[type(model)].__name__}.from_float(layer, bits={bits})")
@@ -39,8 +48,15 @@ def quantize_(model: nn.Module, bits: int = 4, filter_fn: FilterFn | None = None
     _refuse_shared(model, chosen)
     if gain is None:
         gain = bias and init != "paper" and (bits == 2 or not has_norms(model))
-    layers = {name: CONVERTIBLE[type(module)].from_float(module, bits, memory=memory, init=init, gain=gain)  # type: ignore[arg-type]
+    start = "fit" if isinstance(init, GPTQ) else init
+    options: dict[str, Any] = {"memory": memory, "init": start, "gain": gain, "scales": scales}
+    layers = {name: CONVERTIBLE[type(module)].from_float(module, bits, **options)  # type: ignore[arg-type]
               for name, module in chosen}
+    if isinstance(init, GPTQ):
+        hessians = init.measure(model, [module for _, module in chosen])
+        for name, module in chosen:
+            if module in hessians:
+                init.round_(layers[name], module.weight, hessians[module])  # type: ignore[arg-type]
     for name, layer in layers.items():
         if not bias:
             layer.bias = None

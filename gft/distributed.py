@@ -110,7 +110,8 @@ def fingerprint(layers: Iterable[Any], settings: Iterable[Mapping[str, Any]]) ->
                         for group in settings]
     for layer in layers:
         columns = layer.qweight.detach().sum(0, dtype=torch.int64).cpu().numpy().tobytes()
-        parts.append((tuple(layer.qweight.shape), layer.storage, layer.scale_number(), zlib.crc32(columns)))
+        parts.append((tuple(layer.qweight.shape), layer.storage, zlib.crc32(layer.scale.cpu().numpy().tobytes()),
+                      zlib.crc32(columns)))
     return zlib.crc32(repr(parts).encode())
 
 

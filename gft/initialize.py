@@ -1,4 +1,9 @@
-"""Where integer weights start: the levels nearest to float weights, a Gaussian's, or the paper's 90 % zeros."""
+"""Where integer weights start: the levels nearest to float weights, a Gaussian's, or the paper's 90 % zeros.
+
+The float weight is scale · level. One scale serves the whole weight ("tensor"), each row ("row"), or each group of so many
+columns of a row (64, 128, …): the finer, the closer levels come to float weights. Scales of rows and groups are float16, as
+the formats of inference runtimes keep them, unless they are too small or too large for it.
+"""
 
 from collections.abc import Callable
 
@@ -18,7 +23,33 @@ LEAST_EDGE = 0.7
 COARSEST = 4.0  # but never so far apart, in std, that next to no level but 0 is left: beyond 2 std lie 5 % of a Gaussian
 
 
-def scale_for(std: Tensor,  # scalar
+FITS_TRIED, FITS_SOLVED = 25, 3  # scales tried by `fitted_scale`, and rounds of least squares after
+
+
+def groups_a_row(scales: str | int, columns: int) -> int | None:
+    """How many scales a row of `columns` weights has; None: one for all rows together."""
+    if scales == "tensor":
+        return None
+    if scales == "row":
+        return 1
+    if isinstance(scales, bool) or not isinstance(scales, int) or scales < 1:
+        raise UsageError(f'scales={scales!r}: choose "tensor", "row", or how many weights of a row share a scale, as 64')
+    if columns % scales:
+        raise UsageError(f'scales={scales} does not divide a row of {columns} weights; choose scales="row", a number that '
+                         "does, or leave this layer out with filter_fn")
+    return columns // scales
+
+
+def kept_scale(scale: Tensor) -> Tensor:
+    """Scales as they are kept: one as float32, several as float16 if all of them are normal numbers there."""
+    if scale.dim() == 0:
+        return scale.float()
+    limits = torch.finfo(torch.float16)
+    small = bool(((scale >= limits.tiny) & (scale <= limits.max)).all())
+    return scale.to(torch.float16 if small else torch.float32)
+
+
+def scale_for(std: Tensor,  # scalar, or (rows, groups)
               fan_in: int, bits: int) -> Tensor:
     """The scale that suits weights of a deviation: a(bits) · std, but with room to grow (LEAST_EDGE)."""
     room = LEAST_EDGE / (largest_level(check_bits(bits)) * fan_in**0.5)
@@ -26,9 +57,65 @@ def scale_for(std: Tensor,  # scalar
 
 
 def scale_of(weight: Tensor,  # (out, in, ...)
-             bits: int) -> Tensor:
+             bits: int,
+             scales: str | int = "tensor") -> Tensor:  # scalar, or (out, groups)
     """The scale that suits float weights: `scale_for` their own deviation, so a model's own start, or a pre-trained model's
     weights, carry over and the variance of what flows through the layer with them."""
+    weight = checked(weight)
+    # The mean square, not the deviation from the mean: a layer's offset is part of what it computes.
+    grouped = _grouped(weight, scales)
+    std = grouped.square().mean(-1).sqrt() if grouped.numel() else grouped.new_zeros(grouped.shape[:-1])
+    return kept_scale(scale_for(std, max(weight[0].numel(), 1) if len(weight) else 1, bits))
+
+
+def fitted_scale(weight: Tensor,  # (out, in, ...)
+                 bits: int,
+                 scales: str | int = "tensor") -> Tensor:  # scalar, or (out, groups)
+    """The scale that loses least (mean square) of these very weights, for those that are trained already: `scale_of` leaves
+    small starts room to grow, and takes weights for a Gaussian's. The best of many, then least squares: scale = <weight,
+    levels> / <levels, levels>, levels = round(weight / scale)."""
+    grouped, largest = _grouped(checked(weight), scales), largest_level(bits)
+    if not grouped.numel():
+        return scale_of(weight, bits, scales)
+    start = SPACING[bits] * grouped.square().mean(-1).sqrt()
+    start = torch.where(start > 0, start, torch.ones_like(start))
+
+    def levels(scale: Tensor) -> Tensor:
+        return (grouped / scale[..., None]).round_().clamp_(-largest, largest)
+
+    def loss(scale: Tensor) -> Tensor:
+        return (levels(scale) * scale[..., None] - grouped).square_().sum(-1)
+
+    best, least = start, loss(start)
+    for factor in torch.linspace(0.4, 2.4, FITS_TRIED).tolist():
+        tried = start * factor
+        lost = loss(tried)
+        best, least = torch.where(lost < least, tried, best), torch.minimum(lost, least)
+    for _ in range(FITS_SOLVED):
+        chosen = levels(best)
+        square = chosen.square().sum(-1)
+        best = torch.where(square > 0, (grouped * chosen).sum(-1) / square.clamp_min(1), best)
+    return kept_scale(best)
+
+
+def _grouped(weight: Tensor, scales: str | int) -> Tensor:  # (weights,) or (rows, groups, group)
+    """The weights that share a scale, along the last axis."""
+    columns = weight[0].numel() if len(weight) else 1
+    groups = groups_a_row(scales, columns)
+    return weight.reshape(-1) if groups is None else weight.reshape(len(weight), groups, columns // groups)
+
+
+def in_levels(weight: Tensor,  # (rows, columns) float32
+              scale: Tensor) -> Tensor:  # scalar, or (rows, groups)
+    """weight / scale, before it is rounded."""
+    if scale.dim() == 0:
+        return weight / scale
+    grouped = weight.reshape(*scale.shape, -1) if weight.numel() else weight[..., None]
+    return (grouped / scale.float()[..., None]).reshape(weight.shape)
+
+
+def checked(weight: Tensor) -> Tensor:
+    """Float weights as float32; raises for what levels cannot be taken from."""
     if not torch.is_floating_point(weight):
         raise UsageTypeError(f"levels are taken from float weights, not from {weight.dtype}")
     if weight.is_meta:
@@ -36,9 +123,7 @@ def scale_of(weight: Tensor,  # (out, in, ...)
     weight = weight.detach().float()
     if not bool(torch.isfinite(weight).all()):
         raise UsageError("the weight to quantize holds NaN or inf; load or initialise the model first")
-    # The mean square, not the deviation from the mean: a layer's offset is part of what it computes.
-    std = weight.square().mean().sqrt() if weight.numel() else weight.new_zeros(())
-    return scale_for(std, max(weight[0].numel(), 1) if len(weight) else 1, bits)
+    return weight
 
 
 def levels_of(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:

@@ -40,7 +40,7 @@ class Layer(Protocol):
     def inputs(self) -> int: ...
     def product_dtype(self, x: Tensor) -> torch.dtype: ...
     def scaled_product(self, x: Tensor, gain: Tensor | None) -> Tensor: ...
-    def scale_number(self) -> float: ...
+    def factors(self, gain: Tensor | None) -> tuple[float, Tensor | None]: ...
     def grad_input(self, grad_output: Tensor, levels: Tensor, scale: float, x_shape: torch.Size) -> Tensor: ...
     def features_last(self, x: Tensor, features: int) -> Tensor: ...
     def sequence_length(self, x_shape: torch.Size, y_shape: torch.Size) -> int: ...
@@ -69,12 +69,12 @@ def backward(layer: Layer, grad_output: Tensor, saved: tuple[Tensor, Tensor, Ten
     (weight, kept, square), votes, grad_input, grad_gain = saved, layer.votes, None, None
     votes = votes if kept.numel() else None
     for_votes = votes is not None and (gain is not None or (isinstance(votes.vote, Sign) and votes.vote.literal_mask))
-    levels = None
+    levels, (scale, factors) = None, layer.factors(gain)
     if wants_grad_input or for_votes:
-        levels = ops.float_levels(weight, layer.storage, layer.columns, grad_output.dtype, gain)
+        levels = ops.float_levels(weight, layer.storage, layer.columns, grad_output.dtype, factors)
     if wants_grad_input:
         assert levels is not None
-        grad_input = layer.grad_input(grad_output, levels.view(layer.float_shape), layer.scale_number(), x_shape)
+        grad_input = layer.grad_input(grad_output, levels.view(layer.float_shape), scale, x_shape)
     if not for_votes:
         levels = None  # the votes need the room
     if votes is not None:
@@ -85,7 +85,7 @@ def backward(layer: Layer, grad_output: Tensor, saved: tuple[Tensor, Tensor, Ten
                                   levels)
         if gain is not None and along_levels is not None:
             # The levels have the gain in them, its derivative has not.
-            grad_gain = (along_levels * layer.scale_number() / gain.float()).to(gain.dtype)
+            grad_gain = (along_levels * scale / gain.float()).to(gain.dtype)
         # After grad_input: the error that flows down belongs to the weights of the forward pass.
         votes.move_in_backward(layer.qweight)
     elif layer.training and layer.votes is None:

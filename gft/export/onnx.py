@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gft.errors import UsageError
-from gft.export.weights import group_of, levels_and_scales, with_layers_replaced
+from gft.export.weights import levels_and_scales, with_layers_replaced
 from gft.files import written_atomically
 from gft.layers import QuantLayer, QuantLinear
 from gft.storage import field_bits, pack_fields
@@ -73,7 +73,7 @@ def _need_onnx() -> None:
 
 def _stand_in(layer: QuantLayer, standard: bool, accuracy_level: int) -> nn.Module:
     if isinstance(layer, QuantLinear) and not standard:
-        block = block_size(layer.columns, group_of(layer), field_bits(layer.bits))
+        block = block_size(layer.columns, layer.group, field_bits(layer.bits))
         if block is not None:
             return PackedProduct(layer, block, accuracy_level)
     return Dequantized(layer)
@@ -125,7 +125,7 @@ class PackedProduct(StandIn):
         if layer.scale.numel() == 1:
             scales, self.marks = scales[:1, :1], {EXPAND: str(layer.rows * blocks)}
         else:
-            scales = scales.repeat_interleave(math.ceil(min(group_of(layer), layer.columns) / block), 1)[:, :blocks]
+            scales = scales.repeat_interleave(math.ceil(layer.group / block), 1)[:, :blocks]
         self.register_buffer("scales", scales.to(layer.dtype).reshape(-1))
         self.attributes: dict[str, Any] = {"K": layer.columns, "N": layer.rows, "bits": width, "block_size": block,
                                            "accuracy_level": accuracy_level}
@@ -153,7 +153,7 @@ class Dequantized(StandIn):
         elif scales.shape[1] == 1:
             self.attributes, scales = {"axis": 0}, scales.view(-1)
         else:
-            self.attributes = {"axis": 1, "block_size": group_of(layer)}
+            self.attributes = {"axis": 1, "block_size": layer.group}
         self.register_buffer("levels", levels)
         self.register_buffer("scales", scales.to(layer.dtype).clone())
 

@@ -29,14 +29,8 @@ def levels_and_scales(layer: QuantLayer) -> tuple[Tensor, Tensor]:
     """(rows, columns) int8 levels, and (rows, groups) float32 scales with the gain in them; one group of columns after
     another shares a scale. levels · scales is the layer's weight up to one rounding of float32."""
     levels = layer.storage.levels(layer.qweight, layer.columns)
-    by_group = getattr(layer, "scales_by_group", None)
-    scales = layer.scale.float().reshape(-1, 1).expand(layer.rows, 1) if by_group is None else by_group().float()
+    scales = layer.scales_by_group()
     return levels, scales if layer.log_gain is None else scales * layer.gain().float()
-
-
-def group_of(layer: QuantLayer) -> int:
-    """How many columns share a scale."""
-    return getattr(layer, "group", layer.columns)
 
 
 def with_layers_replaced(model: nn.Module, build: Callable[[QuantLayer], nn.Module]) -> nn.Module:
@@ -60,5 +54,5 @@ def packed(layer: QuantLayer) -> QuantLayer:
         levels = layer.storage.levels(layer.qweight, layer.columns)
         twin.qweight = nn.Parameter(twin.storage.store(levels), requires_grad=False)
     if layer.log_gain is not None:
-        twin.scale, twin.log_gain = layer.scale * layer.gain().to(layer.scale.dtype), None
+        twin.scale, twin.log_gain = layer.scale.float() * layer.gain().float(), None
     return twin

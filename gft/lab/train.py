@@ -242,5 +242,6 @@ def summary(recipe: Recipe, model: nn.Module, optimizer: gft.Hybrid, value: floa
 
 def stored_bytes(model: nn.Module) -> int:
     """Bytes of all weights on the grid, gft's and the baselines'."""
-    weights = [layer.qweight for layer in quantized_layers(model).values()]
-    return sum(weight.nbytes for weight in [*weights, *(layer.weight for layer in baselines.grid_layers(model))])
+    layers = quantized_layers(model).values()
+    held = [layer.qweight for layer in layers] + [layer.scale for layer in layers if layer.scale.dim()]
+    return sum(tensor.nbytes for tensor in [*held, *(layer.weight for layer in baselines.grid_layers(model))])

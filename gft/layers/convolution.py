@@ -16,28 +16,26 @@ from gft.storage import Storage
 class QuantConv2d(QuantLayer):
     """nn.Conv2d with an integer weight. The votes on a weight come from all positions of the image it is applied to.
 
-    bits, memory and gain are QuantLinear's. stride, padding ("same" and "valid" too), dilation, groups, bias and device are
-    nn.Conv2d's, by name; padding is zeros.
+    bits, memory, gain and scales are QuantLinear's. stride, padding ("same" and "valid" too), dilation, groups, bias and
+    device are nn.Conv2d's, by name; padding is zeros.
     """
 
     # Im2col repeats each input kernel-size times; this many elements of it at once bound the scratch.
     UNFOLDED_AT_ONCE = 1 << 25
 
     def __init__(self, in_channels: int, out_channels: int, kernel_size: int | tuple[int, int], bits: int = 4, *,
-                 memory: bool = True, gain: bool = False, **conv: Any) -> None:
+                 memory: bool = True, gain: bool = False, scales: str | int = "tensor", **conv: Any) -> None:
         if "dtype" in conv:
             raise UsageTypeError("QuantConv2d takes no dtype, its weight is integers; call .to(dtype) for its bias and gain")
         device, bias = conv.pop("device", None), conv.pop("bias", False)
         like = nn.Conv2d(in_channels, out_channels, kernel_size, device="meta", bias=bias, **conv)
-        self._shape_like(like, Storage(bits, bool(memory)), gain, device, None)
+        self._shape_like(like, Storage(bits, bool(memory)), gain=gain, scales=scales, device=device)
         self.start_("variance")
 
-    def _shape_like(self, conv: nn.Conv2d, storage: Storage, gain: bool, device: torch.device | str | None,
-                    dtype: torch.dtype | None) -> None:
+    def _shape_like(self, conv: nn.Conv2d, storage: Storage, **options: Any) -> None:
         if conv.padding_mode != "zeros":
             raise UsageError(f"padding_mode={conv.padding_mode!r}: QuantConv2d pads with zeros only; leave this layer out")
-        super().__init__(tuple(conv.weight.shape), storage, bias=conv.bias is not None, gain=gain, device=device,
-                         dtype=dtype)
+        super().__init__(tuple(conv.weight.shape), storage, bias=conv.bias is not None, **options)
         self.in_channels, self.out_channels, self.groups = conv.in_channels, conv.out_channels, conv.groups
         self.kernel_size, self.stride, self.dilation = conv.kernel_size, conv.stride, conv.dilation
         self.padding: tuple[int, ...] = (0, 0)
@@ -51,10 +49,11 @@ class QuantConv2d(QuantLayer):
 
     @classmethod
     def from_float(cls, conv: nn.Conv2d, bits: int = 4, *, memory: bool = True, init: str = "keep",
-                   gain: bool = False) -> "QuantConv2d":
+                   gain: bool = False, scales: str | int = "tensor") -> "QuantConv2d":
         """The layer on the grid nearest to `conv`; its bias is taken over as it is."""
         layer = cls.__new__(cls)
-        layer._shape_like(conv, Storage(bits, bool(memory)), gain, conv.weight.device, conv.weight.dtype)
+        layer._shape_like(conv, Storage(bits, bool(memory)), gain=gain, scales=scales, device=conv.weight.device,
+                          dtype=conv.weight.dtype)
         return take_over(layer, conv, init)
 
     def to_float(self) -> nn.Conv2d:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from gft import ops
 from gft.errors import UsageError, UsageTypeError
-from gft.initialize import STARTS, scale_of
+from gft.initialize import STARTS, fitted_scale, groups_a_row, in_levels, kept_scale, scale_of
 from gft.layers.registry import register
 from gft.product import Product, handle_of, kept_as
 from gft.storage import Storage, field_bits, unpack_fields
@@ -47,13 +47,15 @@ class QuantLayer(nn.Module):
     number: int | None  # among the model's quantized layers, for the random streams (number_layers)
 
     def __init__(self, float_shape: tuple[int, ...], storage: Storage, *, bias: bool = False, gain: bool = False,
-                 device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
+                 scales: str | int = "tensor", device: torch.device | str | None = None,
+                 dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.float_shape, self.storage = float_shape, storage
         self.rows, self.columns = float_shape[0], math.prod(float_shape[1:])
         levels = torch.zeros(self.rows, self.columns, dtype=torch.int8, device=device)
         self.qweight = nn.Parameter(storage.store(levels), requires_grad=False)
-        self.register_buffer("scale", torch.ones((), device=device))
+        groups = groups_a_row(scales, self.columns)
+        self.register_buffer("scale", kept_scale(torch.ones(() if groups is None else (self.rows, groups))).to(device))
         self.log_gain = nn.Parameter(torch.zeros((), device=device)) if gain else None
         self.bias = nn.Parameter(torch.zeros(self.rows, device=device)) if bias else None
         self._join(None, dtype)
@@ -96,8 +98,12 @@ class QuantLayer(nn.Module):
             return self
         levels, scale = STARTS[init](self.rows, self.columns, self.bits, self.qweight.device)
         self.qweight.data.copy_(self.storage.store(levels))
-        self.scale.copy_(scale)
+        self.set_scale_(scale)
         return self
+
+    def set_scale_(self, scale: Tensor) -> None:  # scalar, or (rows, groups)
+        """Give the layer its scale, or its scales, in the type that keeps them."""
+        self.scale = kept_scale(scale.expand(self.scale.shape)).to(self.scale.device, copy=True)
 
     # ------------------------------------------------------------------ what linear and convolution do differently
 
@@ -161,13 +167,25 @@ class QuantLayer(nn.Module):
 
     def levels(self) -> Tensor:
         """The integer weights, int8, in the shape of the float layer's."""
+        return self._levels_by_row().view(self.float_shape)
+
+    def _levels_by_row(self) -> Tensor:  # (rows, columns) int8
         read = self.storage.exported_levels if exporting() else self.storage.levels
-        return read(self.qweight.detach(), self.columns).view(self.float_shape)
+        return read(self.qweight.detach(), self.columns)
 
     def float_weight(self) -> Tensor:
         """The float values used in forward: scale · levels, times the gain if there is one."""
-        weight = self.levels() * self.scale
+        weight = ops.times_factors(self._levels_by_row().float(), self.scale).view(self.float_shape)
         return weight if self.log_gain is None else weight * self.gain().detach()
+
+    @property
+    def group(self) -> int:
+        """How many columns of a row share a scale."""
+        return self.columns if self.scale.dim() == 0 else self.columns // self.scale.shape[1]
+
+    def scales_by_group(self) -> Tensor:  # (rows, groups) float32
+        """The scale of each group of columns of each row, also where one serves them all; without the gain."""
+        return self.scale.float().expand(self.rows, 1) if self.scale.dim() == 0 else self.scale.float()
 
     def gain(self) -> Tensor:
         """exp(sqrt(columns) · log_gain). By the root one rate of AdamW makes it grow as fast as it would a float weight,
@@ -220,20 +238,30 @@ class QuantLayer(nn.Module):
         dtype = self.product_dtype(x)
         x = x.to(dtype)
         if torch.compiler.is_compiling() or exporting():  # a number read from a tensor would end the graph
+            if self.scale.dim():
+                return self.product(x, self.float_weight().to(dtype), 1.0)
             scale = self.scale if gain is None else self.scale * gain
             return self.product(x, self.levels().to(dtype), 1.0) * scale.to(dtype)
         return self._stored_product(x, gain)
 
     def _stored_product(self, x: Tensor, gain: Tensor | None) -> Tensor:
-        levels = ops.float_levels(self.qweight.detach(), self.storage, self.columns, x.dtype, gain)
-        return self.product(x, levels.view(self.float_shape), self.scale_number())
+        scale, factors = self.factors(gain)
+        levels = ops.float_levels(self.qweight.detach(), self.storage, self.columns, x.dtype, factors)
+        return self.product(x, levels.view(self.float_shape), scale)
+
+    def factors(self, gain: Tensor | None) -> tuple[float, Tensor | None]:
+        """(number, factors): the float weight is number · (factors · levels). One scale is a number that products multiply
+        by on the way out, instead of in a pass of its own; several are read out with the levels, and so is a gain."""
+        if self.scale.dim() == 0:
+            return self.scale_number(), gain
+        return 1.0, self.scale if gain is None else self.scale.float() * gain
 
     def scale_number(self) -> float:
-        """`scale` as a number, for products that multiply by it on the way out instead of in a pass of its own. Read
-        from the device only when it has changed."""
+        """`scale` as a number, the rms of them where there are several. Read from the device only when it has changed."""
         scale, version = self.scale, self.scale._version
         if self._read_scale is None or self._read_scale[0] is not scale or self._read_scale[1] != version:
-            self._read_scale = scale, version, float(scale)
+            number = float(scale) if scale.dim() == 0 else float(scale.double().square().mean().sqrt())
+            self._read_scale = scale, version, number
         return self._read_scale[2]
 
     @torch.no_grad()
@@ -242,6 +270,12 @@ class QuantLayer(nn.Module):
         if storage != self.storage:
             self.qweight.copy_(self.storage.converted(self.qweight, storage))
             self.storage = storage
+
+    def change_storage_(self, storage: Storage, stored: Tensor) -> None:
+        """Keep the weight in another form, as a new parameter: an optimizer that had the old one has it no more."""
+        self.votes, self.storage = None, storage
+        self.qweight = nn.Parameter(stored, requires_grad=False)
+        register(self)
 
     def warn_untrained(self) -> None:
         if not self._warned:
@@ -257,7 +291,8 @@ class QuantLayer(nn.Module):
     def extra_repr(self) -> str:
         kept = f"memory={self.storage.memory_bits} bits" if self.memory else "packed"
         gain = ", gain=True" if self.log_gain is not None else ""
-        return f"bits={self.bits}, {kept}, bias={self.bias is not None}{gain}"
+        scales = "" if self.scale.dim() == 0 else f", scales={'row' if self.scale.shape[1] == 1 else self.group!r}"
+        return f"bits={self.bits}, {kept}{scales}, bias={self.bias is not None}{gain}"
 
     # ------------------------------------------------------------------ state_dict
 
@@ -273,9 +308,21 @@ class QuantLayer(nn.Module):
             state_dict[prefix + "qweight"] = state_dict.pop(prefix + "weight")
         if prefix + "qweight" in state_dict:
             state_dict[prefix + "qweight"] = self._as_this_layer(state_dict, prefix)
+            self._take_scale_of(state_dict, prefix)
             if self.log_gain is not None:  # of a time before there were gains
                 state_dict.setdefault(prefix + "log_gain", torch.zeros_like(self.log_gain))
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _take_scale_of(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Refuse scales of another kind; take over the type in which they are kept."""
+        scale = state_dict.get(prefix + "scale")
+        if scale is None:
+            return
+        if scale.shape != self.scale.shape:
+            raise UsageError(f"{prefix.rstrip('.') or type(self).__name__}: the state_dict holds scales of shape "
+                             f"{tuple(scale.shape)}, this layer {tuple(self.scale.shape)}; build it with the same scales=")
+        if scale.dtype != self.scale.dtype and scale.is_floating_point():
+            self.scale = self.scale.to(scale.dtype)
 
     def _as_this_layer(self, state_dict: dict[str, Any], prefix: str) -> Tensor:
         """The weight in a state_dict, whose encoding this layer takes over: the bytes stay as they were saved, until an
@@ -302,12 +349,17 @@ class QuantLayer(nn.Module):
         return stored
 
 
+FROM_FLOAT = {"keep": scale_of, "fit": fitted_scale}  # starts that take float weights over, by how they choose their scale
+
+
 def take_over(layer: Any, float_layer: Any, init: str) -> Any:
-    if init == "keep":
-        weight, scale = float_layer.weight.detach().float(), scale_of(float_layer.weight, layer.bits)
-        positions = (weight / scale).reshape(layer.rows, layer.columns)  # not view: the weight may be channels_last
-        layer.qweight.data.copy_(layer.storage.store_nearest(positions))
-        layer.scale.copy_(scale)
+    """Start a new layer from the float layer it stands for."""
+    if init in FROM_FLOAT:
+        # Not view: the weight may be channels_last.
+        weight = float_layer.weight.detach().float().reshape(layer.rows, layer.columns)
+        scales = "tensor" if layer.scale.dim() == 0 else layer.group
+        layer.set_scale_(FROM_FLOAT[init](float_layer.weight, layer.bits, scales))
+        layer.qweight.data.copy_(layer.storage.store_nearest(in_levels(weight, layer.scale)))
     else:
         layer.start_(init)
     layer.bias = float_layer.bias

@@ -22,23 +22,27 @@ class QuantLinear(QuantLayer):
         (0.25 B at 2 bits, 0.5 B at 3 and 4, where the bit that 3 leave over counts half levels) and keeps nothing else.
     gain: True multiplies the product by a learnt number, for ternary layers and networks without norms. `gft.quantize_`
         decides by itself.
+    scales: "tensor": one fixed float that all levels are multiplied by. "row": one for each output. 64, 128, …: one for so
+        many weights of a row: the closest to a trained float weight, at 2 B for each.
 
     Starts with the levels of a Gaussian of deviation 1/sqrt(in_features); `start_("paper")` with 90 % zeros.
     """
 
     def __init__(self, in_features: int, out_features: int, bits: int = 4, bias: bool = False, *, memory: bool = True,
-                 gain: bool = False, device: torch.device | str | None = None) -> None:
-        super().__init__((out_features, in_features), Storage(bits, bool(memory)), bias=bias, gain=gain, device=device)
+                 gain: bool = False, scales: str | int = "tensor", device: torch.device | str | None = None) -> None:
+        super().__init__((out_features, in_features), Storage(bits, bool(memory)), bias=bias, gain=gain, scales=scales,
+                         device=device)
         self.in_features, self.out_features = in_features, out_features
         self.start_("variance")
 
     @classmethod
     def from_float(cls, linear: nn.Linear, bits: int = 4, *, memory: bool = True, init: str = "keep",
-                   gain: bool = False) -> "QuantLinear":
-        """The layer on the grid nearest to `linear`; its bias is taken over as it is. init="paper" starts anew."""
+                   gain: bool = False, scales: str | int = "tensor") -> "QuantLinear":
+        """The layer on the grid nearest to `linear`; its bias is taken over as it is. init="fit" is for trained weights,
+        "paper" starts anew (gft.quantize_)."""
         layer = cls.__new__(cls)
         QuantLayer.__init__(layer, (linear.out_features, linear.in_features), Storage(bits, bool(memory)), gain=gain,
-                            device=linear.weight.device, dtype=linear.weight.dtype)
+                            scales=scales, device=linear.weight.device, dtype=linear.weight.dtype)
         layer.in_features, layer.out_features = linear.in_features, linear.out_features
         return take_over(layer, linear, init)
 
@@ -58,7 +62,7 @@ class QuantLinear(QuantLayer):
         if x.shape[-1] != self.columns:
             raise UsageError(f"QuantLinear(in_features={self.in_features}) was given x of shape {tuple(x.shape)}; its last "
                              f"size must be {self.in_features}")
-        y = ops.linear(x.reshape(-1, self.columns), self.qweight.detach(), self.storage, self.scale_number(), gain)
+        y = ops.linear(x.reshape(-1, self.columns), self.qweight.detach(), self.storage, *self.factors(gain))
         return y.view(*x.shape[:-1], self.rows)
 
     def grad_input(self, grad_output: Tensor, levels: Tensor, scale: float, x_shape: torch.Size) -> Tensor:

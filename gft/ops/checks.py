@@ -93,10 +93,16 @@ def check_values(values: Tensor, factors: Tensor | None, not_finite: Tensor | No
         check_scalar("the count of what is not finite", not_finite, torch.int64, values.device)
 
 
-def check_gain(gain: Tensor | None, device: torch.device) -> None:
-    """Refuse a gain that is not one float beside the weight."""
-    if gain is not None and (gain.numel() != 1 or gain.device != device or not gain.is_floating_point()):
-        raise UsageError(f"the gain must be one float on {device} but is {_words(gain.shape, gain.dtype, gain.device)}")
+def check_level_factors(factors: Tensor | None, stored: Tensor, columns: int) -> None:
+    """Refuse factors that are not one float, or one for each group of columns of a row, beside the weight."""
+    if factors is None:
+        return
+    rows = len(stored)
+    fits = factors.dim() == 0 or (factors.dim() == 2 and factors.shape[0] == rows and factors.shape[1] > 0
+                                  and columns % factors.shape[1] == 0)
+    if not fits or factors.device != stored.device or not factors.is_floating_point():
+        raise UsageError(f"the factors of {rows} × {columns} levels must be one float, or as many for each row as divide it "
+                         f"evenly, on {stored.device}, but are {_words(factors.shape, factors.dtype, factors.device)}")
 
 
 def check_pair(grad_output: Tensor, x: Tensor) -> None:

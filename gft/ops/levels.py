@@ -13,10 +13,20 @@ def float_levels(stored: Tensor,  # (rows, bytes) uint8 or (rows, columns) int8
                  storage: Storage,
                  columns: int,
                  dtype: torch.dtype,
-                 gain: Tensor | None = None) -> Tensor:  # scalar -> (rows, columns)
-    """The levels of a stored weight as numbers of `dtype`, which are exact in any float type; times the gain if given."""
+                 factors: Tensor | None = None) -> Tensor:  # scalar, or (rows, groups) of equal length -> (rows, columns)
+    """The levels of a stored weight as numbers of `dtype`, which are exact in any float type; if given, times one factor for
+    all (a gain), or one for each group of columns of a row (its scales)."""
     levels = storage.levels(stored, columns)
-    return levels.to(dtype) if gain is None else (levels.float() * gain.float()).to(dtype)
+    return levels.to(dtype) if factors is None else times_factors(levels.float(), factors).to(dtype)
+
+
+def times_factors(levels: Tensor,  # (rows, columns) float32
+                  factors: Tensor) -> Tensor:  # scalar or (rows, groups)
+    """Each group of columns times its factor."""
+    if factors.dim() == 0:
+        return levels * factors.float()
+    groups = factors.float()[:, :, None]
+    return (levels.view(*factors.shape, levels.shape[1] // factors.shape[1]) * groups).view_as(levels)
 
 
 @operation

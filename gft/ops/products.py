@@ -86,9 +86,9 @@ def linear(x: Tensor,  # (n, columns) float
            stored: Tensor,  # (rows, bytes) or (rows, columns)
            storage: Storage,
            scale: float,
-           gain: Tensor | None = None) -> Tensor:  # (n, rows) of x's type
-    """gain · scale · x · levels^T: the forward product of a linear layer."""
-    return scaled_matmul(x, float_levels(stored, storage, x.shape[1], x.dtype, gain).t(), scale)
+           factors: Tensor | None = None) -> Tensor:  # as float_levels takes them -> (n, rows) of x's type
+    """scale · x · (factors · levels)^T: the forward product of a linear layer."""
+    return scaled_matmul(x, float_levels(stored, storage, x.shape[1], x.dtype, factors).t(), scale)
 
 
 @cache

@@ -37,7 +37,7 @@ class WeightStep:
     votes: Tensor  # (rows, columns) int32 or int64
     bound: int  # no |vote| is larger
     storage: Storage
-    scale: float  # the forward weight is scale · level
+    scale: float  # the forward weight is scale · level; where rows or groups have scales of their own, the rms of them
     key: NoiseKey  # this weight's random numbers in this step
     second_moment: Tensor | None = None  # (rows + columns + 1,) what the rule has returned in the step before
 

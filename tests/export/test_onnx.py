@@ -1,7 +1,5 @@
 """ONNX: what onnxruntime computes is what the model does, from a file as small as its bits say."""
 
-import inspect
-
 import pytest
 import torch
 from export_models import conv_net, images, llama, relative_error, tokens
@@ -75,13 +73,11 @@ def test_the_file_is_as_small_as_bits_says(bits, per_weight, standard, tmp_path)
     assert path.stat().st_size <= 2 * 512 * 640 * per_weight + floats + 5000
 
 
-@pytest.mark.skipif("scales" not in inspect.signature(gft.quantize_).parameters, reason="one scale a tensor in this version")
-@pytest.mark.parametrize("scales", ["row", 32, 24], ids=str)
-@pytest.mark.parametrize("standard", [False, True], ids=["MatMulNBits", "DequantizeLinear"])
+@pytest.mark.parametrize(("scales", "standard"), [("row", False), (32, False), (24, False), (32, True)], ids=str)
 def test_scales_of_rows_and_groups_are_kept(scales, standard, tmp_path):
-    model = gft.quantize_(nn.Sequential(nn.Linear(96, 63), nn.ReLU(), nn.Linear(63, 65)), 4,
-                          lambda layer, _: layer.in_features == 96, scales=scales).eval()
-    x = torch.randn(3, 96)
+    model = nn.Sequential(nn.Conv2d(3, 8, (8, 4), stride=(8, 4)), nn.ReLU(), nn.Flatten(1), nn.Linear(96, 63))
+    gft.quantize_(model, 4, scales=scales).eval()
+    x = torch.randn(3, 3, 8, 48)
     path = to_onnx(model, tmp_path / "net.onnx", (x,), standard=standard)
     assert relative_error(run(path, x), model(x)) < ROUNDING
 

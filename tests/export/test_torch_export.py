@@ -49,6 +49,17 @@ def test_torch_export_gives_torchs_own_operators_and_no_warning(bits, memory, st
         assert relative_error(program.module()(some), model(some)) < ROUNDING
 
 
+@pytest.mark.parametrize("scales", ["row", 24], ids=str)
+def test_scales_of_rows_and_groups_are_exported(scales, tmp_path):
+    model = with_gains(gft.quantize_(nn.Sequential(nn.Linear(48, 63), nn.Tanh()), 3, scales=scales, gain=True)).eval()
+    x = torch.randn(4, 48)
+    program = torch.export.export(model, (x,))
+    assert operators(program) <= {"aten"}
+    saved = torch.export.load(to_pt2(model, tmp_path / "model.pt2", (x,)))
+    for graph in (program, saved):
+        assert relative_error(graph.module()(x), model(x)) < ROUNDING
+
+
 def test_a_model_in_training_exports_without_votes_and_trains_on():
     model, x = conv_net(2), images()
     optimizer = gft.GFT(gft.quantized(model), lr=0.5)

@@ -5,6 +5,7 @@ import torch
 from kernel_cases import random_stored
 
 from gft import ops
+from gft.errors import UsageError
 from gft.ops import native
 from gft.storage import Storage, field_bits, largest_level
 
@@ -131,6 +132,25 @@ def test_levels_are_multiplied_by_a_gain_and_rounded_once(backend, storage, dtyp
     if got is NotImplemented:
         pytest.skip("left to the definition")
     assert torch.equal(got.cpu(), (storage.levels(stored, 65).float() * 1.37).to(dtype))
+
+
+@pytest.mark.parametrize("groups", [1, 5, 65])
+@pytest.mark.parametrize("storage", [Storage(4), Storage(2, memory=False)], ids=str)
+def test_levels_are_multiplied_by_the_scales_of_their_groups(backend, storage, groups):
+    stored = random_stored(storage, (9, 65))
+    scales = (torch.rand(9, groups) + 0.1).half()
+    got = backend.float_levels(stored.to(backend.device), storage, 65, torch.float32, scales.to(backend.device))
+    if got is NotImplemented:
+        pytest.skip("left to the definition")
+    assert torch.equal(got.cpu(), storage.levels(stored, 65) * scales.float().repeat_interleave(65 // groups, 1))
+    assert torch.equal(got.cpu(), ops.float_levels.definition(stored, storage, 65, torch.float32, scales))
+
+
+def test_factors_that_do_not_divide_the_rows_are_refused(backend, refuses):
+    stored = random_stored(Storage(4), (9, 65)).to(backend.device)
+    for shape in ((9, 2), (8, 5), (9,), (9, 0)):
+        with refuses(UsageError, "factors of 9 × 65 levels"):
+            backend.float_levels(stored, Storage(4), 65, torch.float32, torch.ones(shape, device=backend.device))
 
 
 @pytest.mark.parametrize("shape", [(1, 64), (63, 65), (20, 1030)], ids=str)

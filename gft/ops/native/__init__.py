@@ -139,16 +139,22 @@ def quantize(values: Tensor, factors: Tensor | None, largest: int, key: NoiseKey
     return Quantized(q, (squares.sum(0) / tokens).float())
 
 
-def float_levels(stored: Tensor, storage: Storage, columns: int, dtype: torch.dtype, gain: Tensor | None = None) -> Tensor:
+def float_levels(stored: Tensor, storage: Storage, columns: int, dtype: torch.dtype,
+                 factors: Tensor | None = None) -> Tensor:
     """Read a weight with memory out as float32 (levels.float_levels)."""
     checks.check_stored(stored, storage, columns)
+    checks.check_level_factors(factors, stored, columns)
     if not storage.memory or dtype is not torch.float32:
         return NotImplemented
     stored, functions, c = stored.contiguous(), _functions(), c_storage(storage)
     levels = _scratch.borrow(stored.shape)
     _side_by_side(lambda start, stop: functions.gft_levels(stored.data_ptr(), levels.data_ptr(), start, stop, c),
                   stored.numel(), stored.numel())
-    return levels if gain is None else levels.mul_(gain.float())
+    if factors is None or not levels.numel():
+        return levels
+    by_group = levels if factors.dim() == 0 else levels.view(*factors.shape, columns // factors.shape[1])
+    by_group.mul_(factors.float() if factors.dim() == 0 else factors.float()[:, :, None])
+    return levels
 
 
 # ---------------------------------------------------------------------------------------------------- products

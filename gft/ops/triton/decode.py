@@ -185,7 +185,7 @@ def _has_bfloat16_cores(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def linear(x: Tensor, stored: Tensor, storage: Storage, scale: float, gain: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, stored: Tensor, storage: Storage, scale: float, factors: Tensor | None = None) -> Tensor:
     """products.linear for so few rows of x that reading the weight is all the work."""
     checks.check_matrix("x", x)
     checks.check_stored(stored, storage, x.shape[1])
@@ -193,8 +193,13 @@ def linear(x: Tensor, stored: Tensor, storage: Storage, scale: float, gain: Tens
         raise UsageError(f"x is on {x.device} but the stored weight on {stored.device}")
     if not 0 < x.shape[0] <= MOST_ROWS or not stored.numel() or x.dtype not in LIMBS or not _has_bfloat16_cores(x.device):
         return NotImplemented
+    checks.check_level_factors(factors, stored, x.shape[1])
+    if factors is not None and factors.dim() == 2 and factors.shape[1] > 1:
+        return NotImplemented  # what is added up must have been multiplied by
     y = product(x, stored, storage, scale)
-    return y if gain is None else y * gain.to(y.dtype)
+    if factors is None or factors.dim() == 0:
+        return y if factors is None else y * factors.to(y.dtype)
+    return (y.float() * factors.float().t()).to(y.dtype)
 
 
 def product(x: Tensor,  # (n, columns) float32, bfloat16 or float16, n from 1 to 16

@@ -15,7 +15,7 @@ ROWS, COLUMNS = 4, 512  # of a program
 
 
 @triton.jit
-def _levels_kernel(stored, levels, gain, rows, columns, bytes_a_row, GAINED: tl.constexpr,
+def _levels_kernel(stored, levels, factors, rows, columns, bytes_a_row, groups, group, FACTORS: tl.constexpr,
                    PACKED: tl.constexpr, WIDTH: tl.constexpr, LARGEST: tl.constexpr, MEMORY_BITS: tl.constexpr,
                    SPARE_BITS: tl.constexpr, INERTIA: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr):
     block = spread_block()
@@ -34,18 +34,22 @@ def _levels_kernel(stored, levels, gain, rows, columns, bytes_a_row, GAINED: tl.
     column = block * BYTES * PER_BYTE + tl.arange(0, BYTES * PER_BYTE)
     live = (row < rows)[:, None] & (column < columns)[None, :]
     number = level.to(tl.float32)
-    if GAINED:
-        number *= tl.load(gain).to(tl.float32)
+    if FACTORS == 1:
+        number *= tl.load(factors).to(tl.float32)
+    elif FACTORS == 2:
+        at = row[:, None] * groups + (column // group)[None, :]
+        number *= tl.load(factors + at, mask=live, other=0.0).to(tl.float32)
     tl.store(levels + row[:, None] * columns + column[None, :], number.to(levels.dtype.element_ty), mask=live)
 
 
-def float_levels(stored: Tensor, storage: Storage, columns: int, dtype: torch.dtype, gain: Tensor | None = None) -> Tensor:
+def float_levels(stored: Tensor, storage: Storage, columns: int, dtype: torch.dtype,
+                 factors: Tensor | None = None) -> Tensor:
     """Read a stored weight out as floats, in one pass (levels.float_levels)."""
     checks.check_stored(stored, storage, columns)
-    checks.check_gain(gain, stored.device)
+    checks.check_level_factors(factors, stored, columns)
     if dtype not in checks.FLOATS:
         return NotImplemented
-    return _unpacked(stored, columns, dtype, constants_of(storage), gain)
+    return _unpacked(stored, columns, dtype, constants_of(storage), factors)
 
 
 def unpack_fields(packed: Tensor, width: int, offset: int, columns: int) -> Tensor:
@@ -60,14 +64,17 @@ def unpack_fields(packed: Tensor, width: int, offset: int, columns: int) -> Tens
 
 
 def _unpacked(stored: Tensor, columns: int, dtype: torch.dtype, constants: dict[str, int],
-              gain: Tensor | None = None) -> Tensor:
+              factors: Tensor | None = None) -> Tensor:
     stored, (rows, bytes_a_row) = stored.contiguous(), stored.shape
     levels = torch.empty(rows, columns, dtype=dtype, device=stored.device)
     if levels.numel():
         bytes_at_once = COLUMNS * constants["WIDTH"] // 8
+        factors = levels if factors is None else factors.contiguous()
+        dimensions = 0 if factors is levels else 1 if factors.dim() == 0 else 2
+        groups = factors.shape[1] if dimensions == 2 else 1
         with torch.cuda.device_of(stored):
             _levels_kernel[(triton.cdiv(rows, ROWS), *spread(triton.cdiv(bytes_a_row, bytes_at_once)))](
-                stored, levels, levels if gain is None else gain, rows, columns, bytes_a_row, GAINED=gain is not None,
+                stored, levels, factors, rows, columns, bytes_a_row, groups, columns // groups, FACTORS=dimensions,
                 **constants, ROWS=ROWS, BYTES=bytes_at_once)
     return levels
 
