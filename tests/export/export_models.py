@@ -58,14 +58,15 @@ def relative_error(result: Any, wanted: Tensor) -> float:
     return float((torch.as_tensor(result).detach() - wanted).abs().max() / wanted.abs().max())
 
 
-def llama(bits: int, memory: bool = True, **config: Any) -> Any:
+def llama(bits: int, memory: bool = True, quantize: bool = True, **config: Any) -> Any:
     """A tiny Llama of transformers with odd sizes, its layers quantized and its head left float."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 130, "num_hidden_layers": 2,
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 65, "num_hidden_layers": 2,
              "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
     model = LlamaForCausalLM(LlamaConfig(**{**sizes, **config}))
-    gft.quantize_(model, bits, lambda _, name: ".layers." in name, memory=memory)
+    if quantize:
+        gft.quantize_(model, bits, lambda _, name: ".layers." in name, memory=memory)
     return with_gains(model).eval()
 
 
