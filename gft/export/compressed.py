@@ -98,7 +98,7 @@ def _float_model(model: Any) -> Any:
     if not isinstance(model, PreTrainedModel):
         raise UsageTypeError(f"a compressed-tensors folder is loaded by transformers, which does not know "
                              f"{type(model).__name__}; export it with gft.export.onnx or gft.export.program")
-    config = copy.deepcopy(model.config)
+    config: Any = copy.deepcopy(model.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     with torch.device("meta"):

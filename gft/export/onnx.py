@@ -24,7 +24,9 @@ from gft.layers import QuantLayer, QuantLinear
 from gft.storage import field_bits, pack_fields
 
 OPSET_OF_WIDTH = {2: 25, 4: 21, 8: 21}  # the first that has INT2, INT4, and blocks of scales
-LARGEST_BLOCK, SMALLEST_BLOCK = 256, 16  # columns that share a scale in MatMulNBits: onnxruntime takes powers of two
+# Columns that share a scale in MatMulNBits. onnxruntime takes powers of two up to 256, but rounds x (accuracy_level=4) with
+# weights of 2 bits up to 128 only.
+SMALLEST_BLOCK, LARGEST_BLOCK = 16, 128
 LARGEST_FILE = 2**31 - 2**20  # of protobuf; beyond, the weights go to a file beside it
 NARROW, EXPAND = "gft.narrow", "gft.expand"  # marks of a node: its weight's bits; how often its one scale is repeated
 
@@ -36,8 +38,8 @@ def to_onnx(model: nn.Module, path: str | Path, example_inputs: tuple[Any, ...],
 
     example_inputs, example_kwargs, dynamic_shapes: torch.onnx.export's. A size not named dynamic is fixed in the file.
     standard: True uses the operators of the ONNX standard alone, for runtimes other than onnxruntime.
-    accuracy_level: onnxruntime's own setting of MatMulNBits. 1: float32 products. 4: it rounds x to 8 bits, which is faster
-        and moves a product by about a hundredth of its largest value.
+    accuracy_level: onnxruntime's own setting of MatMulNBits. 1: float32 products. 4: it rounds x to 8 bits, which is several
+        times faster and moves a product by about a hundredth of its largest value.
     options: further arguments of torch.onnx.export (input_names, output_names, opset_version …).
 
     The model is left as it is, in whatever mode.

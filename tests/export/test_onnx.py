@@ -29,8 +29,7 @@ def operators(path) -> list[str]:
     return [node.op_type for node in onnx.load(path).graph.node]
 
 
-@pytest.mark.parametrize(("bits", "memory", "standard"), [(2, True, False), (3, False, False), (4, True, False),
-                                                          (2, False, True), (4, False, True)], ids=str)
+@pytest.mark.parametrize(("bits", "memory", "standard"), [(2, True, False), (3, False, False), (4, True, True)], ids=str)
 def test_onnxruntime_computes_what_the_model_does(bits, memory, standard, tmp_path):
     model, x = conv_net(bits, memory, gain=True), images()
     path = to_onnx(model, tmp_path / "net.onnx", (x,), dynamic_shapes=(BATCH,), standard=standard)
@@ -43,7 +42,7 @@ def test_onnxruntime_computes_what_the_model_does(bits, memory, standard, tmp_pa
         assert relative_error(run(path, some), model(some)) < ROUNDING
 
 
-@pytest.mark.parametrize(("bits", "memory"), [(2, False), (3, False), (3, True)], ids=str)
+@pytest.mark.parametrize(("bits", "memory"), [(2, False), (3, True)], ids=str)
 def test_torchs_own_export_works_without_our_function(bits, memory, tmp_path):
     model = gft.quantize_(nn.Sequential(nn.Conv2d(3, 40, (5, 5)), nn.Flatten(1), nn.Linear(640, 65)), bits,
                           memory=memory).eval()
@@ -56,16 +55,15 @@ def test_torchs_own_export_works_without_our_function(bits, memory, tmp_path):
 
 def test_a_transformers_model_gives_the_same_logits_for_any_batch_and_length(tmp_path):
     pytest.importorskip("transformers")
-    model, dynamic = llama(3), {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    model, dynamic = llama(3, num_hidden_layers=1), {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
     path = to_onnx(model, tmp_path / "llama.onnx", (tokens(),), example_kwargs={"use_cache": False},
                    dynamic_shapes={"input_ids": dynamic, "use_cache": None}, output_names=["logits"])
-    assert operators(path).count("MatMulNBits") == 14
+    assert operators(path).count("MatMulNBits") == 7
     for ids in (tokens(), tokens(3, 7)):
         assert relative_error(run(path, ids), model(ids).logits) < ROUNDING
 
 
-@pytest.mark.parametrize("standard", [False, True], ids=["MatMulNBits", "DequantizeLinear"])
-@pytest.mark.parametrize(("bits", "per_weight"), [(2, 0.25), (3, 0.5), (4, 0.5)])
+@pytest.mark.parametrize(("bits", "per_weight", "standard"), [(2, 0.25, False), (2, 0.25, True), (4, 0.5, False)], ids=str)
 def test_the_file_is_as_small_as_bits_says(bits, per_weight, standard, tmp_path):
     model = gft.quantize_(nn.Sequential(nn.Linear(512, 640), nn.Linear(640, 512, bias=False)), bits)
     path = to_onnx(model, tmp_path / "net.onnx", (torch.randn(1, 512),), standard=standard)
@@ -73,7 +71,7 @@ def test_the_file_is_as_small_as_bits_says(bits, per_weight, standard, tmp_path)
     assert path.stat().st_size <= 2 * 512 * 640 * per_weight + floats + 5000
 
 
-@pytest.mark.parametrize(("scales", "standard"), [("row", False), (32, False), (24, False), (32, True)], ids=str)
+@pytest.mark.parametrize(("scales", "standard"), [("row", False), (32, False), (24, False)], ids=str)
 def test_scales_of_rows_and_groups_are_kept(scales, standard, tmp_path):
     model = nn.Sequential(nn.Conv2d(3, 8, (8, 4), stride=(8, 4)), nn.ReLU(), nn.Flatten(1), nn.Linear(96, 63))
     gft.quantize_(model, 4, scales=scales).eval()
@@ -83,7 +81,7 @@ def test_scales_of_rows_and_groups_are_kept(scales, standard, tmp_path):
 
 
 def test_blocks_of_scales_fit_the_groups_and_are_chosen_for_size():
-    assert block_size(columns=1024, group=1024, width=2) == 256
+    assert block_size(columns=1024, group=1024, width=2) == 128
     assert block_size(columns=1024, group=64, width=4) == 64
     assert block_size(columns=96, group=24, width=4) is None  # whole blocks of 16 do not fill 24
     assert block_size(columns=63, group=63, width=2) == 64
@@ -92,11 +90,9 @@ def test_blocks_of_scales_fit_the_groups_and_are_chosen_for_size():
 def test_a_layer_used_twice_is_stored_once(tmp_path):
     layer = gft.quantize_(nn.Sequential(nn.Linear(64, 64, bias=False)), 2)[0]
     model, x = nn.Sequential(layer, nn.Tanh(), layer), torch.randn(3, 64)
-    for standard in (False, True):
-        path = to_onnx(model, tmp_path / "net.onnx", (x,), standard=standard)
-        weights = [tensor for tensor in onnx.load(path).graph.initializer if tensor.name.endswith(("packed", "levels"))]
-        assert len(weights) == 1
-        assert relative_error(run(path, x), model.eval()(x)) < ROUNDING
+    path = to_onnx(model, tmp_path / "net.onnx", (x,), standard=True)
+    assert len([tensor for tensor in onnx.load(path).graph.initializer if tensor.name.endswith("levels")]) == 1
+    assert relative_error(run(path, x), model.eval()(x)) < ROUNDING
 
 
 def test_onnxruntimes_rounding_of_inputs_can_be_asked_for(tmp_path):
