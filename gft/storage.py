@@ -141,6 +141,21 @@ class Storage:
         """(rows, columns) int8 levels, as the forward pass uses them."""
         return self.value_levels(self.values(stored, columns))
 
+    def exported_levels(self, stored: Tensor, columns: int) -> Tensor:
+        """`levels` as an exported graph reads them: nothing is written in place, and every operation is one that ONNX and
+        its runtimes have for these types, which leaves shifts out. float32 holds all of it exactly."""
+        width = self.field_bits
+        if width == 8:
+            values = stored.float()
+        else:
+            fields = [(stored & (2**width - 1 << shift)).float() / 2**shift for shift in range(0, 8, width)]
+            values = torch.stack(fields, -1).flatten(-2)[..., :columns]
+        if not self.memory:
+            values = values + self.lowest
+        if self.low_bits:
+            values = (values / self.unit + 0.5).floor()
+        return values.to(torch.int8)
+
     def store(self, levels: Tensor) -> Tensor:
         """(rows, columns) levels -> what the parameter holds, with nothing remembered: spare bits are just above or just
         below the middle of the level, as on a chessboard."""

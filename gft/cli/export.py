@@ -24,7 +24,7 @@ SUPPLIED = ("model", "path", "folder", "example_inputs")  # parameters of a targ
 TARGETS = {  # --to: the function, by its module
     "gguf": "gft.export.gguf:to_gguf",
     "onnx": "gft.export.onnx:to_onnx",
-    "compressed-tensors": "gft.export.compressed:to_compressed",
+    "compressed-tensors": "gft.export.compressed:to_compressed_tensors",
     "hf": "gft.integrations.hf:save",
     "torch": "gft.export.program:to_pt2",
 }

@@ -280,7 +280,7 @@ def finetune(results: Path) -> str:
     plan = json.loads(rows[0]["plan"])
     whole = once(row["float"] for row in rows)
     return (table(["start", "trained by", "lr", *(f"{one} bit" for one in bits)], lines)
-            + f"\n\nFloat: {whole} % after {plan['float_steps']} steps. Then {plan['steps']} steps of {plan['batch']} images; "
+            + f"\n\nFloat: {whole} % after {plan['float_steps']} steps. Then {plan['steps']} steps of {plan['batch']}; "
             + about_rows(rows, f"n = 1, seed {plan['seed']}") + f": `{re.sub(' --bits .', '', rows[0]['command'])}`.")
 
 

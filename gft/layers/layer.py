@@ -30,6 +30,12 @@ from gft.storage import Storage, field_bits, unpack_fields
 from gft.votes import VoteAccumulator
 
 
+def exporting() -> bool:
+    """Is the model being written down as a graph of torch's own operators (torch.export, torch.onnx, torch.jit.trace)?
+    Whoever loads that graph has neither gft nor an optimizer: it reads the levels and casts no votes."""
+    return torch.compiler.is_exporting() or torch.jit.is_tracing()
+
+
 class QuantLayer(nn.Module):
     """What linear and convolution share: the stored weight, its scale, its votes, its life in a state_dict."""
 
@@ -161,12 +167,15 @@ class QuantLayer(nn.Module):
 
     def levels(self) -> Tensor:
         """The integer weights, int8, in the shape of the float layer's."""
-        return self.storage.levels(self.qweight.detach(), self.columns).view(self.float_shape)
+        return self._levels_by_row().view(self.float_shape)
+
+    def _levels_by_row(self) -> Tensor:  # (rows, columns) int8
+        read = self.storage.exported_levels if exporting() else self.storage.levels
+        return read(self.qweight.detach(), self.columns)
 
     def float_weight(self) -> Tensor:
         """The float values used in forward: scale · levels, times the gain if there is one."""
-        levels = self.storage.levels(self.qweight.detach(), self.columns).float()
-        weight = ops.times_factors(levels, self.scale).view(self.float_shape)
+        weight = ops.times_factors(self._levels_by_row().float(), self.scale).view(self.float_shape)
         return weight if self.log_gain is None else weight * self.gain().detach()
 
     @property
@@ -193,16 +202,17 @@ class QuantLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not torch.is_floating_point(x):
             raise UsageTypeError(f"{type(self).__name__} takes a float input, not {x.dtype}; convert it with x.float()")
-        if not torch.compiler.is_compiling() and self.votes is not None and self.votes.optimizer() is None:
+        compiling = torch.compiler.is_compiling()
+        if not compiling and self.votes is not None and self.votes.optimizer() is None:
             self.votes = None  # nobody is left to be moved by them
         gain = None if self.log_gain is None else self.gain()
         # Where votes estimate a gradient they tell the gain's, too, and it goes into the product; else torch keeps the
         # product for it.
         inside = gain if self.votes is not None and self.votes.vote.has_scale else None
-        if not torch.is_grad_enabled():
+        if exporting() or not torch.is_grad_enabled():
             inside = gain
             y = self.scaled_product(x, inside)
-        elif torch.compiler.is_compiling():
+        elif compiling:
             # Cast here, where autocast is known: the operator runs outside of it.
             x = x.to(self.product_dtype(x))
             geometry = self.geometry
@@ -227,7 +237,7 @@ class QuantLayer(nn.Module):
         """gain · scale · product(x, levels)."""
         dtype = self.product_dtype(x)
         x = x.to(dtype)
-        if torch.compiler.is_compiling():  # a number read from a tensor would end the graph
+        if torch.compiler.is_compiling() or exporting():  # a number read from a tensor would end the graph
             if self.scale.dim():
                 return self.product(x, self.float_weight().to(dtype), 1.0)
             scale = self.scale if gain is None else self.scale * gain
