@@ -154,6 +154,7 @@ class VoteAccumulator:
         self.layer: Callable[[], Any] = lambda: None  # weak references: whose votes these are,
         self.optimizer: Callable[[], Any] = lambda: None  # and who moves the weight
         self.in_backward = False  # does it move the weight after each backward pass?
+        self.transposed = False  # are the rows of the weight features of x, the columns those of grad_output?
         self.prepared_for: Any = None  # the rule the weight is stored for; None when its bytes have just been loaded
 
         # Kept from step to step, in the optimizer's state_dict.
@@ -235,17 +236,22 @@ class VoteAccumulator:
         self.backwards += 1
         self.pending, self.recomputed = max(self.pending - 1, 0), max(self.recomputed - 1, 0)
         self.tokens += grad_output.shape[0]
-        self.samples += grad_output.shape[0] // (sequence if self._one_vote_a_sequence(sequence) else 1)
         if self.votes is not None and self.wide:
             self.votes = self.votes.to(torch.int64)
         projection = None
         for rows, x_piece, grad_piece in pieces(q):
+            if not rows.start:  # once, however many groups of rows there are
+                self.samples += len(x_piece) // (sequence if self._one_vote_a_sequence(sequence) else 1)
             votes, counts = self._count(x_piece, grad_piece, sequence)
             if counts is not None and levels is not None:
                 votes = apply_literal_mask(votes, counts, levels[rows])
             if levels is not None and grad_factors is not None and self.vote.has_scale:
-                part = ops.along_levels(votes, levels[rows], grad_factors[rows],
-                                        self._column_factors(vote, rows, votes.shape, shape[0]))
+                of_rows, of_columns = grad_factors, self._factors_of("x_rms", vote)
+                assert of_columns is not None
+                if self.transposed:
+                    of_rows, of_columns = of_columns, of_rows
+                part = ops.along_levels(votes, levels[rows], of_rows[rows],
+                                        _repeated(of_columns, rows, votes.shape, shape[0]))
                 projection = part if projection is None else projection + part
             if self.votes is None and votes.shape == shape:
                 self.votes = votes.to(torch.int64) if self.wide else votes
@@ -280,15 +286,6 @@ class VoteAccumulator:
             self._factors[which, vote] = fixed_point_factors(vote, rms)
         return self._factors[which, vote]
 
-    def _column_factors(self, vote: Vote, rows: slice, shape: torch.Size, out: int) -> Tensor:  # of x, (columns,)
-        """The factors of x for some rows of the weight, by column: those of the channels that the rows' group sees (all but
-        in a grouped convolution), each as often as a channel has columns. `shape`: of these rows' votes."""
-        factors, in_group = self._factors_of("x_rms", vote), max(shape[0], 1)
-        assert factors is not None
-        channels = factors.view(max(out // in_group, 1), -1)[(rows.start or 0) // in_group]
-        per_channel = shape[1] // len(channels)
-        return channels if per_channel == 1 else channels.repeat_interleave(per_channel)
-
     def _note(self, which: str, square: Tensor | None) -> None:
         if square is not None:
             if getattr(self, which) is None:
@@ -318,10 +315,11 @@ class VoteAccumulator:
         self.tokens = self.samples = self.backwards = self.pending = self.recomputed = 0
         self.mean_squares.clear()
 
-    def check_state(self, inputs: int, shape: tuple[int, int]) -> None:
+    def check_state(self, inputs: int, shape: tuple[int, int], outputs: int | None = None) -> None:
         """Raise unless the running scales fit a weight of this shape: kernels read them without looking."""
         rows, columns = shape
-        for name, length in (("x_rms", inputs), ("grad_rms", rows), ("second_moment", rows + columns + 1)):
+        for name, length in (("x_rms", inputs), ("grad_rms", rows if outputs is None else outputs),
+                             ("second_moment", rows + columns + 1)):
             scale = getattr(self, name)
             if scale is None:
                 continue
@@ -332,6 +330,15 @@ class VoteAccumulator:
             if not bool(((scale >= 0) & torch.isfinite(scale)).all()):
                 raise UsageError(f"the optimizer's state has a {name} with negative or not finite numbers; load a "
                                  "state_dict that is not damaged")
+
+
+def _repeated(factors: Tensor, rows: slice, shape: torch.Size, all_rows: int) -> Tensor:  # (columns,)
+    """Factors of channels by column, for some rows of the weight: of the channels that the rows' group sees (all but in a
+    grouped convolution), each as often as a channel has columns. `shape`: of these rows' votes."""
+    in_group = max(shape[0], 1)
+    channels = factors.view(max(all_rows // in_group, 1), -1)[(rows.start or 0) // in_group]
+    per_channel = shape[1] // len(channels)
+    return channels if per_channel == 1 else channels.repeat_interleave(per_channel)
 
 
 def renew(accumulators: Sequence[VoteAccumulator]) -> None:

@@ -119,10 +119,6 @@ def test_layers_refuse_what_they_cannot_build(refuses):
         gft.QuantLinear(4, 3).start_("zeros")
     with refuses(ValueError, "bits=1"):
         gft.QuantLinear(4, 3, bits=1)
-    with refuses(ValueError, 'padding="same"'):
-        gft.QuantConv2d(3, 4, 2, padding="same")
-    with refuses(ValueError, "padding_mode='reflect'"):
-        gft.QuantConv2d.from_float(nn.Conv2d(3, 4, 3, padding_mode="reflect"))
     with pytest.raises(ValueError, match="divisible by groups"):  # nn.Conv2d's own words
         gft.QuantConv2d(3, 4, 3, groups=2)
 
