@@ -122,7 +122,8 @@ class Product(torch.autograd.Function):
         y, kept, square = forward(layer, x, gain)
         ctx.layer, ctx.x_shape = layer, x.shape
         ctx.save_for_backward(weight, kept, square, gain)
-        return y
+        # Not as a view, which torch would not let a model change in place (`y += residual`).
+        return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
     @staticmethod
     @torch.autograd.function.once_differentiable

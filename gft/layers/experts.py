@@ -84,8 +84,9 @@ class QuantExperts(nn.Module):
                 top_k_weights: Tensor) -> Tensor:  # (tokens, k) -> (tokens, hidden)
         shell: Any = self._shell[0]
         y = torch.zeros_like(hidden_states)
-        # An index beyond the last expert means none, as in transformers.
-        for expert in [int(one) for one in top_k_index.unique() if 0 <= int(one) < self.num_experts]:
+        for expert in top_k_index.unique().tolist():
+            if not 0 <= expert < self.num_experts:  # transformers' way to say: none
+                continue
             tokens, place = torch.where(top_k_index == expert)
             inner = self.gate_up[expert](hidden_states[tokens])
             inner = shell._apply_gate(inner) if self._up_name == "gate_up_proj" else shell.act_fn(inner)

@@ -184,6 +184,19 @@ def test_conv_gives_each_image_one_vote():
     assert float((votes == sum(signs).view(5, -1)).float().mean()) > 0.9
 
 
+@pytest.mark.parametrize(("layer", "shape"), [(gft.QuantLinear(6, 5), (2, 3, 6)), (gft.QuantConv1d(6, 5, 1), (2, 6, 3))],
+                         ids=["linear", "conv"])
+def test_what_a_layer_gives_may_be_changed_in_place(layer, shape):
+    optimizer = gft.GFT(gft.quantized(layer))
+    x = torch.randn(shape, requires_grad=True)
+    y = layer(x)
+    y += 1
+    F.relu(y, inplace=True).sum().backward()
+    assert layer.votes.votes.any()
+    assert x.grad.any()
+    optimizer.release()
+
+
 def test_first_layer_votes_although_its_input_needs_no_gradient():
     model = nn.Sequential(gft.QuantLinear(9, 7), nn.ReLU(), gft.QuantLinear(7, 4))
     optimizer = gft.GFT(gft.quantized(model), lr=0.6)
