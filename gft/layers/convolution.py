@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.grad import conv1d_input, conv2d_input, conv3d_input
 from torch.nn.utils import skip_init
 
-from gft.errors import UsageTypeError
+from gft.errors import UsageError, UsageTypeError
 from gft.layers.layer import QuantLayer, give_back, take_over
 from gft.product import convolve
 from gft.storage import Storage
@@ -207,6 +207,12 @@ class _Transposed(QuantConvolution):
         if not self.qweight.is_meta:
             self.scale.mul_((self.columns / self.fan_in) ** 0.5)  # it was drawn for as many inputs as columns
         return self
+
+    def forward(self, x: Tensor, output_size: Any = None) -> Tensor:
+        if output_size is not None:
+            raise UsageError(f"{type(self).__name__} takes no output_size; build the layer with the output_padding that "
+                             "gives it, or leave it out with filter_fn")
+        return super().forward(x)
 
     def grad_input(self, grad_output: Tensor, levels: Tensor, scale: float, x_shape: torch.Size) -> Tensor:
         convolution = (F.conv1d, F.conv2d, F.conv3d)[self.dims - 1]

@@ -29,7 +29,7 @@ def are_fused_experts(module: nn.Module) -> bool:
     own = dict(module.named_parameters())
     if not own.keys() <= ALLOWED or sum(name in own for name in UP) != 1:
         return False
-    if any(own[name].dim() != 3 for name in own if name.endswith("_proj")):
+    if any(own[name].dim() != 3 for name in own if name.endswith("_proj")) or any(True for _ in module.buffers()):
         return False
     says_how = all(hasattr(module, name) for name in ("num_experts", "has_bias", "is_transposed", "_apply_gate"))
     takes = [one for one in inspect.signature(module.forward).parameters.values() if one.kind is one.POSITIONAL_OR_KEYWORD]
