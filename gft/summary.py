@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from gft.layers import NOT_CHOSEN, QuantLayer, why_float
 
@@ -108,7 +109,7 @@ def _parts(model: nn.Module, users: dict[int, list[str]], seen: set[int]) -> Ite
             yield name, Kind(type(module).__name__, module.bits, ""), count, count * module.dtype.itemsize, (
                 module.qweight.nbytes + module.scale.nbytes)
             del weights["qweight"]
-        own = [weight for weight in weights.values() if id(weight) not in seen]
+        own = [weight for weight in weights.values() if id(weight) not in seen and not is_lazy(weight)]
         seen.update(id(weight) for weight in own)
         if weights:
             why = "bias or gain" if isinstance(module, QuantLayer) else why_float(module)

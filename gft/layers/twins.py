@@ -3,6 +3,7 @@
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from gft.layers.attention import QuantMultiheadAttention
 from gft.layers.convolution import (
@@ -60,8 +61,10 @@ def why_float(module: nn.Module) -> str:
     """Why a layer with float weights of its own has stayed so, in a few words."""
     if twin_of(module) is not None:
         return NOT_CHOSEN
+    if any(is_lazy(parameter) for parameter in module.parameters(recurse=False)):
+        return "has no weights before its first input"
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-        return "a step sees few of its rows"
+        return "its rows are looked up, not multiplied"
     if isinstance(module, nn.RNNBase):
         return "torch runs all of it as one kernel on float weights"
     if all(parameter.dim() < 2 for parameter in module.parameters(recurse=False)):

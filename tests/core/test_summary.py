@@ -55,7 +55,7 @@ def test_summary_counts_every_weight_once():
 def test_summary_says_why_layers_are_float():
     model = gft.quantize_(build(), filter_fn=lambda _, name: name not in ("down", "head"))
     why = {kind.largest: kind.why for kind in gft.summary(model).floats}
-    assert why["embed"] == "a step sees few of its rows"
+    assert why["embed"] == "its rows are looked up, not multiplied"
     assert why["down"] == "left out by filter_fn"
     assert why["head"] == "its weight is another layer's, too"
     assert why["norm"] == "a vector, not a matrix"
@@ -98,6 +98,12 @@ def test_a_parametrized_weight_is_left_float_and_named():
     assert type(model[1]) is gft.QuantLinear
     kinds = {kind.name: kind for kind in gft.summary(model).floats}
     assert kinds["ParametrizationList"].weights == 930
+
+
+def test_a_layer_without_weights_yet_is_left_and_named():
+    model = gft.quantize_(nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 3, bias=False)), gain=False)
+    (left,) = gft.summary(model).floats
+    assert (left.name, left.weights, left.why) == ("LazyLinear", 0, "has no weights before its first input")
 
 
 def test_an_integer_weight_refuses_a_parametrization(refuses):
