@@ -113,10 +113,12 @@ def fixed_point_factors(vote: Vote, rms: Tensor) -> Tensor:
 def count_votes(x: Tensor,  # (n, in) int8
                 grad_output: Tensor,  # (n, out) int8
                 largest: int) -> Tensor:  # (out, in) int32, or int64 where int32 could overflow
-    """grad_output^T · x, exact for any number of tokens."""
-    tokens = x.shape[0]
+    """grad_output^T · x, exact for any number of tokens. Of groups, (groups, n, …): all of them, one above the other."""
+    tokens = x.shape[-2]
     at_once = (2**31 - 1) // largest**2 // 8 * 8
     dtype = torch.int64 if tokens * largest**2 >= INT32_BOUND else torch.int32
+    if x.dim() == 3:
+        return ops.grouped_votes_product(grad_output, x, dtype).flatten(0, 1)
     votes: Tensor | None = None
     for start in range(0, tokens, at_once):
         part = ops.votes_product(grad_output[start : start + at_once], x[start : start + at_once]).to(dtype)
@@ -137,6 +139,7 @@ def apply_literal_mask(votes: Tensor,  # (out, in): sum of s = q(grad_output) q(
 
 
 # Quantized grad_output (n, out) -> (rows of the weight, x (n, in) int8, grad_output (n, those rows) int8), piece by piece.
+# Or for groups of rows, each with an x of its own: (all rows, x (groups, n, in), grad_output (groups, n, rows of a group)).
 Pieces = Callable[[Tensor], Iterable[tuple[slice, Tensor, Tensor]]]
 
 
@@ -241,7 +244,7 @@ class VoteAccumulator:
         projection = None
         for rows, x_piece, grad_piece in pieces(q):
             if not rows.start:  # once, however many groups of rows there are
-                self.samples += len(x_piece) // (sequence if self._one_vote_a_sequence(sequence) else 1)
+                self.samples += x_piece.shape[-2] // (sequence if self._one_vote_a_sequence(sequence) else 1)
             votes, counts = self._count(x_piece, grad_piece, sequence)
             if counts is not None and levels is not None:
                 votes = apply_literal_mask(votes, counts, levels[rows])
@@ -250,9 +253,14 @@ class VoteAccumulator:
                 assert of_columns is not None
                 if self.transposed:
                     of_rows, of_columns = of_columns, of_rows
-                part = ops.along_levels(votes, levels[rows], of_rows[rows],
-                                        _repeated(of_columns, rows, votes.shape, shape[0]))
-                projection = part if projection is None else projection + part
+                groups = len(x_piece) if x_piece.dim() == 3 else 1
+                first, size = rows.start or 0, len(votes) // groups
+                for group in range(groups):
+                    of_group, here = slice(first + group * size, first + (group + 1) * size), slice(group * size, None)
+                    some = votes[here][:size]
+                    part = ops.along_levels(some, levels[of_group], of_rows[of_group],
+                                            _repeated(of_columns, of_group, some.shape, shape[0]))
+                    projection = part if projection is None else projection + part
             if self.votes is None and votes.shape == shape:
                 self.votes = votes.to(torch.int64) if self.wide else votes
                 continue
@@ -266,6 +274,10 @@ class VoteAccumulator:
 
     def _count(self, x: Tensor, grad_output: Tensor, sequence: int) -> tuple[Tensor, Tensor | None]:
         """Votes, and for the literal mask how many of them there were."""
+        if x.dim() == 3 and isinstance(self.vote, Sign) and (self.vote.per == "sequence" or self.vote.literal_mask):
+            parts = [self._count(one_x, one_grad, sequence) for one_x, one_grad in zip(x, grad_output, strict=True)]
+            counts = [count for _, count in parts if count is not None]
+            return torch.cat([votes for votes, _ in parts]), torch.cat(counts) if counts else None
         masked = isinstance(self.vote, Sign) and self.vote.literal_mask
         if self._one_vote_a_sequence(sequence):
             if masked:

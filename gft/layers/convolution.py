@@ -31,6 +31,7 @@ class QuantConvolution(QuantLayer):
 
     # Patches repeat each input kernel-size times; this many elements of them at once bound the scratch.
     UNFOLDED_AT_ONCE = 1 << 25
+    GROUPS_TOGETHER = 8  # so many groups or more (depthwise) are one batched product, fewer a product each
 
     def __init__(self, in_channels: int, out_channels: int, kernel_size: int | Sequence[int], bits: int = 4, *,
                  memory: bool = True, gain: bool = False, **conv: Any) -> None:
@@ -106,6 +107,10 @@ class QuantConvolution(QuantLayer):
         columns, rows = self.columns, self.rows // self.groups
         for some, some_single in zip(images.split(at_once), single.split(at_once * in_image), strict=True):
             patches = self._patches(some, positions)
+            if self.groups >= self.GROUPS_TOGETHER:
+                yield (slice(None), patches.unflatten(1, (self.groups, columns)).transpose(0, 1),
+                       some_single.unflatten(1, (self.groups, rows)).transpose(0, 1))
+                continue
             for group in range(self.groups):
                 of_group = slice(group * rows, (group + 1) * rows)
                 yield of_group, patches[:, group * columns : (group + 1) * columns], some_single[:, of_group]

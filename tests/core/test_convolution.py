@@ -27,6 +27,9 @@ CASES = {
                                       "padding_mode": "circular"}, (2, 3, 6, 5)),
     "3d": (gft.QuantConv3d, {"out_channels": 4, "kernel_size": (2, 3, 1), "stride": (1, 2, 1), "padding": (1, 0, 2),
                              "dilation": (2, 1, 1), "groups": 2}, (2, 6, 5, 6, 4)),
+    "1d depthwise": (gft.QuantConv1d, {"out_channels": 18, "kernel_size": 4, "padding": 3, "groups": 9}, (3, 9, 11)),
+    "2d transposed, depthwise": (gft.QuantConvTranspose2d, {"out_channels": 16, "kernel_size": (2, 3), "stride": 2,
+                                                            "groups": 8}, (2, 16, 3, 4)),
     "1d transposed": (gft.QuantConvTranspose1d, {"out_channels": 6, "kernel_size": 4, "stride": 3, "padding": 1,
                                                  "output_padding": 2}, (2, 5, 7)),
     "2d transposed": (gft.QuantConvTranspose2d, {"out_channels": 5, "kernel_size": 2, "stride": 2}, (2, 7, 3, 4)),
@@ -122,7 +125,7 @@ def test_votes_are_the_weight_gradient_of_the_quantized_integers(case, vote, mon
     assert optimizer.flips() > 0
 
 
-@pytest.mark.parametrize("case", ["1d", "3d", "2d transposed, all"])
+@pytest.mark.parametrize("case", ["1d", "3d", "2d transposed, all", "1d depthwise"])
 def test_votes_do_not_depend_on_how_many_images_are_unfolded_at_once(case):
     def votes_of(at_once: int) -> torch.Tensor:
         torch.manual_seed(1)
@@ -137,7 +140,23 @@ def test_votes_do_not_depend_on_how_many_images_are_unfolded_at_once(case):
     assert torch.equal(votes_of(1), votes_of(1 << 25))
 
 
-@pytest.mark.parametrize("case", ["1d", "3d", "2d transposed, all"])
+@pytest.mark.parametrize("vote", [gft.Int8(), gft.Sign(literal_mask=True)], ids=["int8", "masked"])
+def test_many_groups_vote_together_as_they_do_one_by_one(vote):
+    found = []
+    for together in (1, 1000):
+        torch.manual_seed(1)
+        layer, x = layer_of("1d depthwise", gain=True)
+        layer.GROUPS_TOGETHER = together
+        x = torch.randn(150, *x.shape[1:])  # more positions than one float32 sum may hold
+        optimizer = gft.GFT(gft.quantized(layer), vote=vote)
+        layer(x).square().sum().backward()
+        found.append((layer.votes.votes, layer.log_gain.grad))
+        optimizer.release()
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.allclose(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("case", ["1d", "3d", "2d transposed, all", "1d depthwise"])
 def test_each_image_has_one_vote(case):
     layer, x = layer_of(case)
     optimizer = gft.GFT(gft.quantized(layer), vote=gft.Sign(per="sequence"))
@@ -154,7 +173,8 @@ def test_each_image_has_one_vote(case):
     optimizer.release()
 
 
-@pytest.mark.parametrize("case", ["1d", "2d transposed", "2d transposed, all", "3d transposed"])
+@pytest.mark.parametrize("case", ["1d", "1d depthwise", "2d transposed", "2d transposed, all", "2d transposed, depthwise",
+                                  "3d transposed"])
 def test_the_gain_learns_by_the_votes(case):
     """Its gradient is that of a float layer's own scale, up to the noise of rounding."""
     layer, _ = layer_of(case, gain=True)
