@@ -12,6 +12,8 @@ from gft import ops
 from gft.layers import QuantConvolution
 from gft.product import kept_as, output_shape
 
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")  # torch's own
+
 # name -> (layer, its arguments, input), none of them square or alike
 CASES = {
     "1d": (gft.QuantConv1d, {"out_channels": 6, "kernel_size": 4, "stride": 3, "padding": 2, "groups": 2}, (3, 4, 17)),
