@@ -12,11 +12,24 @@ from gft.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from gft.convert import dequantize_, quantize_
 from gft.errors import UsageError
 from gft.hybrid import Hybrid
-from gft.layers import QuantConv2d, QuantLinear, dense, quantized
+from gft.layers import (
+    QuantConv1d,
+    QuantConv2d,
+    QuantConv3d,
+    QuantConvTranspose1d,
+    QuantConvTranspose2d,
+    QuantConvTranspose3d,
+    QuantExperts,
+    QuantLinear,
+    QuantMultiheadAttention,
+    dense,
+    quantized,
+)
 from gft.optim import GFT, PAPER
 from gft.pack import pack_
 from gft.rules import Rounding, TopK
 from gft.statistics import statistics
+from gft.summary import summary
 from gft.votes import Int4, Int8, Sign, Ternary
 
 __version__ = "0.2.0"
@@ -30,8 +43,15 @@ __all__ = [
     "Hybrid",
     "Int4",
     "Int8",
+    "QuantConv1d",
     "QuantConv2d",
+    "QuantConv3d",
+    "QuantConvTranspose1d",
+    "QuantConvTranspose2d",
+    "QuantConvTranspose3d",
+    "QuantExperts",
     "QuantLinear",
+    "QuantMultiheadAttention",
     "Rounding",
     "Sign",
     "Ternary",
@@ -47,4 +67,5 @@ __all__ = [
     "reference",
     "save_checkpoint",
     "statistics",
+    "summary",
 ]

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from gft.errors import UsageError, UsageTypeError
 from gft.initialize import in_levels
-from gft.layers import QuantLayer
+from gft.layers import QuantLayer, is_transposed_linear
 from gft.settings import check_number
 
 AT_ONCE = 128  # columns rounded before the others are told
@@ -51,6 +51,15 @@ class GPTQ:
         if isinstance(self.batches, (Tensor, Mapping)) or not isinstance(self.batches, Iterable):
             raise UsageTypeError(f"GPTQ takes an iterable of batches, not one {type(self.batches).__name__}; give [batch]")
         check_number("damping", self.damping, 0.0, 1.0, "it is a share of the mean of H's diagonal")
+
+    def round_twins_(self, model: nn.Module, pairs: Iterable[tuple[nn.Module, nn.Module]]) -> None:
+        """Round the twin of each of the model's float layers whose inputs the batches show."""
+        pairs = list(pairs)
+        hessians = self.measure(model, [module for module, _ in pairs])
+        for module, twin in pairs:
+            if module in hessians:
+                weight = module.weight.t() if is_transposed_linear(module) else module.weight  # type: ignore[operator]
+                self.round_(twin, weight, hessians[module])  # type: ignore[arg-type]
 
     def measure(self, model: nn.Module, layers: Iterable[nn.Module]) -> dict[nn.Module, Tensor]:
         """H of each layer's inputs, (groups, columns, columns): one but in grouped convolutions."""
@@ -109,7 +118,7 @@ def _scale_of_rows(layer: QuantLayer, start: int, rows: int) -> Tensor:  # (rows
 
 def rows_by_type(module: nn.Module) -> Callable[[Any, Tensor], Tensor] | None:
     """How the inputs of such a layer are laid out as (groups, n, columns); None where this is not known."""
-    return next((function for kind, function in ROWS.items() if isinstance(module, kind)), None)
+    return _transposed_linear_rows if is_transposed_linear(module) else ROWS.get(type(module))
 
 
 def rows_of(module: nn.Module, x: Tensor) -> Tensor:  # (groups, n, columns) float32
@@ -123,11 +132,16 @@ def _linear_rows(linear: nn.Linear, x: Tensor) -> Tensor:
     return x.reshape(1, -1, linear.in_features)
 
 
+def _transposed_linear_rows(linear: Any, x: Tensor) -> Tensor:
+    return x.reshape(1, -1, linear.weight.shape[0])
+
+
 def _convolution_rows(conv: nn.Conv2d, x: Tensor) -> Tensor:
     x = x if x.dim() == 4 else x[None]
     padding: Any = conv.padding
-    if isinstance(padding, str):
-        x = F.pad(x, conv._reversed_padding_repeated_twice)  # zeros when it is "valid"
+    if isinstance(padding, str) or conv.padding_mode != "zeros":
+        mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
+        x = F.pad(x, conv._reversed_padding_repeated_twice, mode)  # nothing when it is "valid"
         padding = 0
     patches = F.unfold(x, conv.kernel_size, conv.dilation, padding, conv.stride)  # (images, channels · kernel, positions)
     return patches.unflatten(1, (conv.groups, -1)).permute(1, 0, 3, 2).flatten(1, 2)

@@ -1,5 +1,6 @@
 """quantize_ and dequantize_: a model's float layers onto the grid, in place, and back."""
 
+import logging
 import re
 from typing import Any
 
@@ -7,20 +8,29 @@ from torch import nn
 
 from gft.calibrate import GPTQ
 from gft.errors import UsageError
-from gft.layers import FilterFn, QuantConv2d, QuantLayer, QuantLinear, number_layers, quantized_layers, some_names
+from gft.layers import (
+    QUANTIZED,
+    FilterFn,
+    number_layers,
+    quantized_layers,
+    quantized_twin,
+    some_names,
+    twin_of,
+)
 from gft.storage import check_bits
+from gft.summary import Summary, summary
 
-# Exact types: a subclass may be used by its parent in ways of its own (nn.MultiheadAttention reads its out_proj's
-# weight without calling it).
-CONVERTIBLE: dict[type[nn.Module], type[QuantLinear] | type[QuantConv2d]] = {nn.Linear: QuantLinear, nn.Conv2d: QuantConv2d}
+LOG = logging.getLogger("gft")
 
 
 def quantize_(model: nn.Module, bits: int = 4, filter_fn: FilterFn | None = None, *, memory: bool = True,
-              init: str | GPTQ = "keep", bias: bool = True, gain: bool | None = None,
-              scales: str | int = "tensor") -> nn.Module:
-    """Replace nn.Linear and nn.Conv2d layers by quantized ones, in place; returns the model.
+              init: str | GPTQ = "keep", bias: bool = True, gain: bool | None = None, scales: str | int = "tensor",
+              skip_tied: bool = False) -> nn.Module:
+    """Replace a model's layers by ones with integer weights, in place; returns the model.
 
-    filter_fn(module, name) says which; all of them without it. Call it before the optimizers are built; nothing is changed
+    These are nn.Linear, all convolutions, nn.MultiheadAttention, and of transformers Conv1D (GPT-2) and fused experts
+    (Mixtral and its kin). filter_fn(module, name) says which; all of them without it. What was done goes to the logger "gft"
+    in one line, and `gft.summary(model)` tells it any time. Call it before the optimizers are built; nothing is changed
     if it raises.
 
     init: "keep" takes the float weights over, rounded to the grid, so a model's own initialisation or a pre-trained model
@@ -32,47 +42,53 @@ def quantize_(model: nn.Module, bits: int = 4, filter_fn: FilterFn | None = None
         grids; but neither with bias=False nor from the paper's start.
     scales: "tensor": one float a weight matrix, by which its levels are multiplied; "row": one for each of its rows; 64,
         128, …: one for so many weights of a row.
+    skip_tied: True leaves a weight float that two layers share, as a head does with an embedding; False refuses it.
     """
     check_bits(bits)
     if not isinstance(init, GPTQ) and init not in ("keep", "fit", "paper", "variance"):
         raise UsageError(f"init={init!r}: choose keep, fit, gft.GPTQ(batches), paper or variance")
-    if type(model) in CONVERTIBLE:
+    if twin_of(model) is not None:
         raise UsageError(f"the model is itself one {type(model).__name__} and cannot be replaced in place; use "
-                         f"gft.{CONVERTIBLE[type(model)].__name__}.from_float(layer, bits={bits})")
-    named = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if type(module) in CONVERTIBLE]
+                         f"gft.{twin_of(model).__name__}.from_float(layer, bits={bits})")
+    named = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if twin_of(module) is not None]
     chosen = [(name, module) for name, module in named if filter_fn is None or filter_fn(module, name)]
+    shared = _shared_weights(model, chosen)
+    if shared and not skip_tied:
+        other, name = next(iter(shared.values()))
+        raise UsageError(f"{other} and {name} are one shared weight; pass skip_tied=True to leave tied weights float, leave "
+                         "its layers out with filter_fn, or untie them first")
+    chosen = [(name, module) for name, module in chosen if name not in shared]
     if not chosen:
         found = some_names([name for name, _ in named]) or "none"
-        raise UsageError(f"no layer to quantize: filter_fn chose none of the model's nn.Linear and nn.Conv2d ({found}); "
-                         "widen it")
-    _refuse_shared(model, chosen)
+        raise UsageError("no layer to quantize: filter_fn chose none of the model's linear layers, convolutions and "
+                         f"attentions ({found}); widen it")
     if gain is None:
         gain = bias and init != "paper" and (bits == 2 or not has_norms(model))
-    start = "fit" if isinstance(init, GPTQ) else init
-    options: dict[str, Any] = {"memory": memory, "init": start, "gain": gain, "scales": scales}
-    layers = {name: CONVERTIBLE[type(module)].from_float(module, bits, **options)  # type: ignore[arg-type]
-              for name, module in chosen}
+    options: dict[str, Any] = {"memory": memory, "init": "fit" if isinstance(init, GPTQ) else init, "gain": gain,
+                               "scales": scales}
+    twins = {name: quantized_twin(module, bits, **options) for name, module in chosen}
     if isinstance(init, GPTQ):
-        hessians = init.measure(model, [module for _, module in chosen])
-        for name, module in chosen:
-            if module in hessians:
-                init.round_(layers[name], module.weight, hessians[module])  # type: ignore[arg-type]
-    for name, layer in layers.items():
+        init.round_twins_(model, [(module, twins[name]) for name, module in chosen])
+    for name, twin in twins.items():
         if not bias:
-            layer.bias = None
-        _replace(model, name, layer)
+            for layer in quantized_layers(twin).values():
+                layer.bias = None
+        _replace(model, name, twin)
     number_layers(quantized_layers(model).values())
     _leave_fused_paths(model)
+    _report(summary(model), everything=filter_fn is None)
     return model
 
 
 def dequantize_(model: nn.Module) -> nn.Module:
-    """Replace every quantized layer by a float one with the same values, in place; returns the model."""
-    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, (QuantLinear, QuantConv2d))]
-    if not layers or isinstance(model, QuantLayer):
+    """Replace every quantized layer by a float one with the same values, in place; returns the model. A layer that was
+    transformers' Conv1D becomes nn.Linear."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, QUANTIZED)}
+    if not layers or isinstance(model, QUANTIZED):
         raise UsageError("no quantized layer inside this model; for a single layer call its to_float()")
-    for name, layer in layers:
-        _replace(model, name, layer.to_float())
+    for name, layer in layers.items():
+        if not any(name.startswith(f"{other}.") for other in layers):  # a part of another goes with it
+            _replace(model, name, layer.to_float())  # type: ignore[operator]
     return model
 
 
@@ -82,17 +98,20 @@ def has_norms(model: nn.Module) -> bool:
     return any(re.search(r"[Nn]orm(?![a-z])", type(module).__name__) for module in model.modules())
 
 
-def _refuse_shared(model: nn.Module, chosen: list[tuple[str, nn.Module]]) -> None:
-    """A weight under two names would become two weights that drift apart."""
-    users: dict[int, str] = {}
+def _shared_weights(model: nn.Module, chosen: list[tuple[str, nn.Module]]) -> dict[str, tuple[str, str]]:
+    """Those of the chosen layers whose weight has another name, too, with both names: it would become two weights that
+    drift apart."""
+    users: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         for own_name, parameter in module.named_parameters(recurse=False):
-            full = f"{name}.{own_name}" if name else own_name
-            other = users.setdefault(id(parameter), full)
-            shared = other != full and any(full == f"{layer}.weight" or other == f"{layer}.weight" for layer, _ in chosen)
-            if shared:
-                raise UsageError(f"{other} and {full} are one shared weight; leave its layers out with filter_fn, or "
-                                 "untie them first")
+            users.setdefault(id(parameter), []).append(f"{name}.{own_name}" if name else own_name)
+    shared = {}
+    for name, module in chosen:
+        for parameter in module.parameters():
+            names = users[id(parameter)]
+            if parameter.dim() > 1 and len(names) > 1:
+                shared[name] = names[0], names[1]
+    return shared
 
 
 def _replace(model: nn.Module, name: str, layer: nn.Module) -> None:
@@ -109,3 +128,13 @@ def _leave_fused_paths(model: nn.Module) -> None:
             module.activation_relu_or_gelu = 0
         elif isinstance(module, nn.TransformerEncoder) and quantized_layers(module):
             module.use_nested_tensor = False
+
+
+def _report(done: Summary, everything: bool) -> None:
+    """One line to the log; louder where the user asked for all of the model and got the smaller part."""
+    if everything and done.share < 0.5:
+        most = done.floats[0]
+        LOG.warning("%s; the largest part left float is %s (%s), %s", done.line(), most.largest or "the model itself",
+                    most.name, most.why)
+    else:
+        LOG.info("%s", done.line())

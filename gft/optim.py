@@ -117,10 +117,10 @@ class GFT(Optimizer):
             votes = VoteAccumulator(group["vote"], group["seed"], self._number(layer))
             votes.layer, votes.optimizer = weakref.ref(layer), weakref.ref(self)
             votes.step, votes.rank, votes.world = group["step"], self.ranks.rank, self.ranks.world
-            votes.in_backward = group["in_backward"]
+            votes.in_backward, votes.transposed = group["in_backward"], layer.transposed
             for name in RUNNING:
                 setattr(votes, name, self.state[weight].get(name))
-            votes.check_state(layer.inputs, (layer.rows, layer.columns))
+            votes.check_state(layer.inputs, (layer.rows, layer.columns), layer.outputs)
             new.append((layer, votes))
         for layer, votes in new:  # all of them, or none
             layer.votes = self._accumulators[layer.qweight] = votes
@@ -204,7 +204,7 @@ class GFT(Optimizer):
             if (layer := one.layer()) is not None:
                 bound = BOUND if rule.orthogonalize else one.bound
                 weight = WeightStep(layer.qweight.detach(), beta, bound, layer.storage, layer.scale_number(),
-                                    one.key(0, call), one.second_moment)
+                                    one.key(0, call), one.second_moment, layer.fan_in)
                 by_device.setdefault(weight.stored.device, []).append((one, weight))
         for device, some in by_device.items():
             # As a tensor only where a GPU reads it itself.

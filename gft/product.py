@@ -122,7 +122,8 @@ class Product(torch.autograd.Function):
         y, kept, square = forward(layer, x, gain)
         ctx.layer, ctx.x_shape = layer, x.shape
         ctx.save_for_backward(weight, kept, square, gain)
-        return y
+        # Not as a view, which torch would not let a model change in place (`y += residual`).
+        return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -156,12 +157,22 @@ def kept_as(layer: Layer, x_shape: torch.Size, y_shape: torch.Size) -> str:
 
 
 def output_shape(x: Tensor, geometry: Sequence[int]) -> Tensor:
-    """An empty y. geometry: [rows] of a linear layer; of a convolution its weight's shape, stride, padding, dilation and
-    groups."""
+    """An empty y. geometry: [rows] of a linear layer; of a convolution see `convolve`."""
     if len(geometry) == 1:
         return x.new_empty(*x.shape[:-1], geometry[0])
-    stride, padding, dilation = geometry[4:6], geometry[6:8], geometry[8:10]
-    return F.conv2d(x, x.new_empty(geometry[:4]), None, stride, padding, dilation, geometry[10])
+    return convolve(x, x.new_empty(geometry[2 : 4 + geometry[0]]), geometry)
+
+
+def convolve(x: Tensor, weight: Tensor,
+             geometry: Sequence[int]) -> Tensor:
+    """A convolution over [dims, transposed?, weight's shape, stride, padding, dilation, output_padding, groups]."""
+    dims, transposed, groups = geometry[0], geometry[1], geometry[-1]
+    settings = geometry[4 + dims : -1]
+    stride, padding, dilation, output_padding = (settings[at : at + dims] for at in range(0, 4 * dims, dims))
+    if transposed:
+        transpose = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[dims - 1]
+        return transpose(x, weight, None, stride, padding, output_padding, groups, dilation)  # type: ignore[arg-type]
+    return (F.conv1d, F.conv2d, F.conv3d)[dims - 1](x, weight, None, stride, padding, dilation, groups)  # type: ignore[arg-type]
 
 
 @torch.library.custom_op("gft::product", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
@@ -176,7 +187,7 @@ def _(x: Tensor, anchor: Tensor, weight: Tensor, gain: Tensor | None, handle: Te
     y = output_shape(x, geometry)
     kept, square = x.new_empty(0, dtype=torch.int8), x.new_empty(0, dtype=torch.float32)
     if vote:
-        inputs = x.shape[-1] if len(geometry) == 1 else x.shape[-3]
+        inputs = x.shape[-1] if len(geometry) == 1 else x.shape[-1 - geometry[0]]
         tokens, bits = x.numel() // inputs, _VOTES[vote].bits
         if bits < 8:
             rows, columns = (inputs, tokens) if ops.tokens_last(x) else (tokens, inputs)

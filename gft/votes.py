@@ -113,10 +113,12 @@ def fixed_point_factors(vote: Vote, rms: Tensor) -> Tensor:
 def count_votes(x: Tensor,  # (n, in) int8
                 grad_output: Tensor,  # (n, out) int8
                 largest: int) -> Tensor:  # (out, in) int32, or int64 where int32 could overflow
-    """grad_output^T · x, exact for any number of tokens."""
-    tokens = x.shape[0]
+    """grad_output^T · x, exact for any number of tokens. Of groups, (groups, n, …): all of them, one above the other."""
+    tokens = x.shape[-2]
     at_once = (2**31 - 1) // largest**2 // 8 * 8
     dtype = torch.int64 if tokens * largest**2 >= INT32_BOUND else torch.int32
+    if x.dim() == 3:
+        return ops.grouped_votes_product(grad_output, x, dtype).flatten(0, 1)
     votes: Tensor | None = None
     for start in range(0, tokens, at_once):
         part = ops.votes_product(grad_output[start : start + at_once], x[start : start + at_once]).to(dtype)
@@ -137,6 +139,7 @@ def apply_literal_mask(votes: Tensor,  # (out, in): sum of s = q(grad_output) q(
 
 
 # Quantized grad_output (n, out) -> (rows of the weight, x (n, in) int8, grad_output (n, those rows) int8), piece by piece.
+# Or for groups of rows, each with an x of its own: (all rows, x (groups, n, in), grad_output (groups, n, rows of a group)).
 Pieces = Callable[[Tensor], Iterable[tuple[slice, Tensor, Tensor]]]
 
 
@@ -154,6 +157,7 @@ class VoteAccumulator:
         self.layer: Callable[[], Any] = lambda: None  # weak references: whose votes these are,
         self.optimizer: Callable[[], Any] = lambda: None  # and who moves the weight
         self.in_backward = False  # does it move the weight after each backward pass?
+        self.transposed = False  # are the rows of the weight features of x, the columns those of grad_output?
         self.prepared_for: Any = None  # the rule the weight is stored for; None when its bytes have just been loaded
 
         # Kept from step to step, in the optimizer's state_dict.
@@ -235,18 +239,28 @@ class VoteAccumulator:
         self.backwards += 1
         self.pending, self.recomputed = max(self.pending - 1, 0), max(self.recomputed - 1, 0)
         self.tokens += grad_output.shape[0]
-        self.samples += grad_output.shape[0] // (sequence if self._one_vote_a_sequence(sequence) else 1)
         if self.votes is not None and self.wide:
             self.votes = self.votes.to(torch.int64)
         projection = None
         for rows, x_piece, grad_piece in pieces(q):
+            if not rows.start:  # once, however many groups of rows there are
+                self.samples += x_piece.shape[-2] // (sequence if self._one_vote_a_sequence(sequence) else 1)
             votes, counts = self._count(x_piece, grad_piece, sequence)
             if counts is not None and levels is not None:
                 votes = apply_literal_mask(votes, counts, levels[rows])
             if levels is not None and grad_factors is not None and self.vote.has_scale:
-                part = ops.along_levels(votes, levels[rows], grad_factors[rows],
-                                        self._column_factors(vote, rows, votes.shape, shape[0]))
-                projection = part if projection is None else projection + part
+                of_rows, of_columns = grad_factors, self._factors_of("x_rms", vote)
+                assert of_columns is not None
+                if self.transposed:
+                    of_rows, of_columns = of_columns, of_rows
+                groups = len(x_piece) if x_piece.dim() == 3 else 1
+                first, size = rows.start or 0, len(votes) // groups
+                for group in range(groups):
+                    of_group, here = slice(first + group * size, first + (group + 1) * size), slice(group * size, None)
+                    some = votes[here][:size]
+                    part = ops.along_levels(some, levels[of_group], of_rows[of_group],
+                                            _repeated(of_columns, of_group, some.shape, shape[0]))
+                    projection = part if projection is None else projection + part
             if self.votes is None and votes.shape == shape:
                 self.votes = votes.to(torch.int64) if self.wide else votes
                 continue
@@ -260,6 +274,10 @@ class VoteAccumulator:
 
     def _count(self, x: Tensor, grad_output: Tensor, sequence: int) -> tuple[Tensor, Tensor | None]:
         """Votes, and for the literal mask how many of them there were."""
+        if x.dim() == 3 and isinstance(self.vote, Sign) and (self.vote.per == "sequence" or self.vote.literal_mask):
+            parts = [self._count(one_x, one_grad, sequence) for one_x, one_grad in zip(x, grad_output, strict=True)]
+            counts = [count for _, count in parts if count is not None]
+            return torch.cat([votes for votes, _ in parts]), torch.cat(counts) if counts else None
         masked = isinstance(self.vote, Sign) and self.vote.literal_mask
         if self._one_vote_a_sequence(sequence):
             if masked:
@@ -279,15 +297,6 @@ class VoteAccumulator:
         if (which, vote) not in self._factors:
             self._factors[which, vote] = fixed_point_factors(vote, rms)
         return self._factors[which, vote]
-
-    def _column_factors(self, vote: Vote, rows: slice, shape: torch.Size, out: int) -> Tensor:  # of x, (columns,)
-        """The factors of x for some rows of the weight, by column: those of the channels that the rows' group sees (all but
-        in a grouped convolution), each as often as a channel has columns. `shape`: of these rows' votes."""
-        factors, in_group = self._factors_of("x_rms", vote), max(shape[0], 1)
-        assert factors is not None
-        channels = factors.view(max(out // in_group, 1), -1)[(rows.start or 0) // in_group]
-        per_channel = shape[1] // len(channels)
-        return channels if per_channel == 1 else channels.repeat_interleave(per_channel)
 
     def _note(self, which: str, square: Tensor | None) -> None:
         if square is not None:
@@ -318,10 +327,11 @@ class VoteAccumulator:
         self.tokens = self.samples = self.backwards = self.pending = self.recomputed = 0
         self.mean_squares.clear()
 
-    def check_state(self, inputs: int, shape: tuple[int, int]) -> None:
+    def check_state(self, inputs: int, shape: tuple[int, int], outputs: int | None = None) -> None:
         """Raise unless the running scales fit a weight of this shape: kernels read them without looking."""
         rows, columns = shape
-        for name, length in (("x_rms", inputs), ("grad_rms", rows), ("second_moment", rows + columns + 1)):
+        for name, length in (("x_rms", inputs), ("grad_rms", rows if outputs is None else outputs),
+                             ("second_moment", rows + columns + 1)):
             scale = getattr(self, name)
             if scale is None:
                 continue
@@ -332,6 +342,15 @@ class VoteAccumulator:
             if not bool(((scale >= 0) & torch.isfinite(scale)).all()):
                 raise UsageError(f"the optimizer's state has a {name} with negative or not finite numbers; load a "
                                  "state_dict that is not damaged")
+
+
+def _repeated(factors: Tensor, rows: slice, shape: torch.Size, all_rows: int) -> Tensor:  # (columns,)
+    """Factors of channels by column, for some rows of the weight: of the channels that the rows' group sees (all but in a
+    grouped convolution), each as often as a channel has columns. `shape`: of these rows' votes."""
+    in_group = max(shape[0], 1)
+    channels = factors.view(max(all_rows // in_group, 1), -1)[(rows.start or 0) // in_group]
+    per_channel = shape[1] // len(channels)
+    return channels if per_channel == 1 else channels.repeat_interleave(per_channel)
 
 
 def renew(accumulators: Sequence[VoteAccumulator]) -> None:

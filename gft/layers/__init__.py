@@ -2,16 +2,32 @@
 
     layer         QuantLayer: the stored weight, its scale, its votes, its life in a state_dict
     linear        QuantLinear
-    convolution   QuantConv2d
+    convolution   QuantConv1d, 2d, 3d and their transposes
+    attention     QuantMultiheadAttention
+    experts       QuantExperts: mixtures of experts of transformers
+    twins         which float layers become which of these
     parameters    which parameters of a model are integers, and which are not
     registry      whose weight a parameter is
 """
 
-from gft.layers.convolution import QuantConv2d
+from gft.layers.attention import QuantMultiheadAttention
+from gft.layers.convolution import (
+    QuantConv1d,
+    QuantConv2d,
+    QuantConv3d,
+    QuantConvolution,
+    QuantConvTranspose1d,
+    QuantConvTranspose2d,
+    QuantConvTranspose3d,
+)
+from gft.layers.experts import QuantExperts
 from gft.layers.layer import QuantLayer
 from gft.layers.linear import QuantLinear
 from gft.layers.parameters import FilterFn, dense, number_layers, quantized, quantized_layers, some_names
 from gft.layers.registry import layer_of
+from gft.layers.twins import NOT_CHOSEN, QUANTIZED, is_transposed_linear, quantized_twin, twin_of, why_float
 
-__all__ = ["FilterFn", "QuantConv2d", "QuantLayer", "QuantLinear", "dense", "layer_of", "number_layers", "quantized",
-           "quantized_layers", "some_names"]
+__all__ = ["NOT_CHOSEN", "QUANTIZED", "FilterFn", "QuantConv1d", "QuantConv2d", "QuantConv3d", "QuantConvTranspose1d",
+           "QuantConvTranspose2d", "QuantConvTranspose3d", "QuantConvolution", "QuantExperts", "QuantLayer",
+           "QuantLinear", "QuantMultiheadAttention", "dense", "is_transposed_linear", "layer_of", "number_layers",
+           "quantized", "quantized_layers", "quantized_twin", "some_names", "twin_of", "why_float"]

@@ -1,78 +1,79 @@
-"""QuantConv2d: nn.Conv2d with an integer weight."""
+"""Convolutions with an integer weight, over one, two or three dimensions, and their transposes.
 
-from collections.abc import Iterator
-from typing import Any
+    votes of a convolution             q(grad_output)^T · patches(q(x))        (out, in · kernel)
+    votes of a transposed convolution  q(x)^T · patches(q(grad_output))        (in, out · kernel)
+
+A patch is what one position looked at. Patches are slices of the padded integers, one for each place in the kernel.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import product as every
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.grad import conv1d_input, conv2d_input, conv3d_input
 from torch.nn.utils import skip_init
 
 from gft.errors import UsageError, UsageTypeError
 from gft.layers.layer import QuantLayer, give_back, take_over
+from gft.product import convolve
 from gft.storage import Storage
 
 
-class QuantConv2d(QuantLayer):
-    """nn.Conv2d with an integer weight. The votes on a weight come from all positions of the image it is applied to.
+class QuantConvolution(QuantLayer):
+    """What all convolutions share. The votes on a weight come from all positions of the image it is applied to."""
 
-    bits, memory, gain and scales are QuantLinear's. stride, padding ("same" and "valid" too), dilation, groups, bias and
-    device are nn.Conv2d's, by name; padding is zeros.
-    """
+    float_type: ClassVar[type[Any]]  # the layer of torch that it stands for
+    dims: ClassVar[int]  # along how many dimensions the kernel moves
 
-    # Im2col repeats each input kernel-size times; this many elements of it at once bound the scratch.
+    # Patches repeat each input kernel-size times; this many elements of them at once bound the scratch.
     UNFOLDED_AT_ONCE = 1 << 25
+    GROUPS_TOGETHER = 8  # so many groups or more (depthwise) are one batched product, fewer a product each
 
-    def __init__(self, in_channels: int, out_channels: int, kernel_size: int | tuple[int, int], bits: int = 4, *,
+    def __init__(self, in_channels: int, out_channels: int, kernel_size: int | Sequence[int], bits: int = 4, *,
                  memory: bool = True, gain: bool = False, scales: str | int = "tensor", **conv: Any) -> None:
         if "dtype" in conv:
-            raise UsageTypeError("QuantConv2d takes no dtype, its weight is integers; call .to(dtype) for its bias and gain")
+            raise UsageTypeError(f"{type(self).__name__} takes no dtype, its weight is integers; call .to(dtype) for its "
+                                 "bias and gain")
         device, bias = conv.pop("device", None), conv.pop("bias", False)
-        like = nn.Conv2d(in_channels, out_channels, kernel_size, device="meta", bias=bias, **conv)
+        like = self.float_type(in_channels, out_channels, kernel_size, device="meta", bias=bias, **conv)
         self._shape_like(like, Storage(bits, bool(memory)), gain=gain, scales=scales, device=device)
         self.start_("variance")
 
-    def _shape_like(self, conv: nn.Conv2d, storage: Storage, **options: Any) -> None:
-        if conv.padding_mode != "zeros":
-            raise UsageError(f"padding_mode={conv.padding_mode!r}: QuantConv2d pads with zeros only; leave this layer out")
-        super().__init__(tuple(conv.weight.shape), storage, bias=conv.bias is not None, **options)
+    def _shape_like(self, conv: Any, storage: Storage, **options: Any) -> None:
+        QuantLayer.__init__(self, tuple(conv.weight.shape), storage, **options)
         self.in_channels, self.out_channels, self.groups = conv.in_channels, conv.out_channels, conv.groups
         self.kernel_size, self.stride, self.dilation = conv.kernel_size, conv.stride, conv.dilation
-        self.padding: tuple[int, ...] = (0, 0)
-        if conv.padding == "same":
-            spans = [d * (k - 1) for d, k in zip(self.dilation, self.kernel_size, strict=True)]
-            if any(span % 2 for span in spans):
-                raise UsageError('padding="same" needs an odd kernel here; give the padding in numbers')
-            self.padding = (spans[0] // 2, spans[1] // 2)
-        elif not isinstance(conv.padding, str):
-            self.padding = conv.padding
+        self.padding: tuple[int, ...] = (0,) * self.dims
+        if conv.bias is not None:
+            self.bias = nn.Parameter(torch.zeros(conv.out_channels, device=self.qweight.device))
 
     @classmethod
-    def from_float(cls, conv: nn.Conv2d, bits: int = 4, *, memory: bool = True, init: str = "keep",
-                   gain: bool = False, scales: str | int = "tensor") -> "QuantConv2d":
+    def from_float(cls, conv: Any, bits: int = 4, *, memory: bool = True, init: str = "keep", gain: bool = False,
+                   scales: str | int = "tensor") -> Any:
         """The layer on the grid nearest to `conv`; its bias is taken over as it is."""
         layer = cls.__new__(cls)
         layer._shape_like(conv, Storage(bits, bool(memory)), gain=gain, scales=scales, device=conv.weight.device,
                           dtype=conv.weight.dtype)
         return take_over(layer, conv, init)
 
-    def to_float(self) -> nn.Conv2d:
-        """An nn.Conv2d with the float values used in forward."""
-        conv = skip_init(nn.Conv2d, self.in_channels, self.out_channels, self.kernel_size, *self._geometry,
-                         self.bias is not None, device=self.qweight.device, dtype=self.dtype)
+    def to_float(self) -> Any:
+        """torch's own layer, with the float values used in forward."""
+        conv = skip_init(self.float_type, self.in_channels, self.out_channels, self.kernel_size, stride=self.stride,
+                         dilation=self.dilation, groups=self.groups, bias=self.bias is not None,
+                         device=self.qweight.device, dtype=self.dtype, **self._float_settings())
         return give_back(self, conv)
 
+    def _float_settings(self) -> dict[str, Any]:
+        """What torch's layer is built with besides."""
+        raise NotImplementedError
+
     @property
-    def _geometry(self) -> tuple[Any, ...]:
-        return self.stride, self.padding, self.dilation, self.groups
-
-    def product(self, x: Tensor, levels: Tensor, scale: float) -> Tensor:
-        return F.conv2d(x, levels, None, *self._geometry) * scale
-
-    def grad_input(self, grad_output: Tensor, levels: Tensor, scale: float, x_shape: torch.Size) -> Tensor:
-        shape = x_shape if len(x_shape) == 4 else (1, *x_shape)
-        grad_output = grad_output.view(-1, *grad_output.shape[-3:])
-        return torch.nn.grad.conv2d_input(shape, levels, grad_output, *self._geometry).view(x_shape) * scale  # type: ignore[arg-type]
+    def output_padding(self) -> tuple[int, ...]:
+        return (0,) * self.dims
 
     @property
     def inputs(self) -> int:
@@ -80,38 +81,192 @@ class QuantConv2d(QuantLayer):
 
     @property
     def geometry(self) -> list[int]:
-        return [*self.float_shape, *self.stride, *self.padding, *self.dilation, self.groups]
+        return [self.dims, int(self.transposed), *self.float_shape, *self.stride, *self.padding, *self.dilation,
+                *self.output_padding, self.groups]
+
+    def product(self, x: Tensor, levels: Tensor, scale: float) -> Tensor:
+        return convolve(x, levels, self.geometry) * scale
+
+    def _positions_out(self, sizes: Sequence[int]) -> list[int]:
+        """Sizes of x -> sizes of y, along the dimensions that the kernel moves."""
+        raise NotImplementedError
 
     def _output_shape(self, x: Tensor) -> torch.Size:
-        sizes = zip(x.shape[-2:], self.kernel_size, self.stride, self.padding, self.dilation, strict=True)
-        return torch.Size((*x.shape[:-3], self.rows, *((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sizes)))
+        sizes = self._positions_out(x.shape[-self.dims :])
+        return torch.Size((*x.shape[: -self.dims - 1], self.out_channels, *sizes))
 
     def features_last(self, x: Tensor, features: int) -> Tensor:
-        return x.movedim(-3, -1).reshape(-1, features)
-
-    def sequence_length(self, x_shape: torch.Size, y_shape: torch.Size) -> int:
-        return y_shape[-2] * y_shape[-1]
+        return x.movedim(-self.dims - 1, -1).reshape(-1, x.shape[-self.dims - 1])
 
     def vote_pieces(self, x: Tensor, x_shape: torch.Size, grad: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        images = x.reshape(-1, *x_shape[-2:], self.in_channels).permute(0, 3, 1, 2)
-        positions = grad.shape[0] // len(images)
-        at_once = max(1, self.UNFOLDED_AT_ONCE // (self.columns * self.groups * positions))
+        of_x = list(x_shape[-self.dims :])
+        of_y = self._positions_out(of_x)
+        # What patches are taken of, what meets them position by position, and the sizes of both.
+        patched, single, sizes, positions = (grad, x, of_y, of_x) if self.transposed else (x, grad, of_x, of_y)
+        images, in_image = patched.reshape(-1, *sizes, patched.shape[1]), math.prod(positions)
+        at_once = max(1, self.UNFOLDED_AT_ONCE // (self.columns * self.groups * in_image))
         columns, rows = self.columns, self.rows // self.groups
-        for some, some_grad in zip(images.split(at_once), grad.split(at_once * positions), strict=True):
-            patches = self._patches(some)
+        for some, some_single in zip(images.split(at_once), single.split(at_once * in_image), strict=True):
+            patches = self._patches(some, positions)
+            if self.groups >= self.GROUPS_TOGETHER:
+                yield (slice(None), patches.unflatten(1, (self.groups, columns)).transpose(0, 1),
+                       some_single.unflatten(1, (self.groups, rows)).transpose(0, 1))
+                continue
             for group in range(self.groups):
-                out = slice(group * rows, (group + 1) * rows)
-                yield out, patches[:, group * columns : (group + 1) * columns], some_grad[:, out]
+                of_group = slice(group * rows, (group + 1) * rows)
+                yield of_group, patches[:, group * columns : (group + 1) * columns], some_single[:, of_group]
 
-    def _patches(self, images: Tensor) -> Tensor:
-        """(n, channels, h, w) int8 -> (n · positions, channels · kernel) int8: what each output position looked at."""
-        columns = F.unfold(images.float(), self.kernel_size, self.dilation, self.padding, self.stride)
-        return columns.transpose(1, 2).reshape(-1, columns.shape[1]).to(torch.int8)
+    def _patches(self, images: Tensor, positions: Sequence[int]) -> Tensor:
+        """(n, …, channels) int8 -> (n · positions, channels · kernel) int8: what each position looked at."""
+        channels = images.shape[-1]
+        if any(self.padding):
+            images = F.pad(images, (0, 0, *(pad for one in reversed(self.padding) for pad in (one, one))))
+        patches = images.new_empty(len(images), *positions, channels, math.prod(self.kernel_size))
+        for number, place in enumerate(every(*(range(size) for size in self.kernel_size))):
+            seen = tuple(slice(at * d, at * d + (n - 1) * s + 1, s)
+                         for at, d, n, s in zip(place, self.dilation, positions, self.stride, strict=True))
+            patches[..., number] = images[(slice(None), *seen)]
+        return patches.view(-1, channels * patches.shape[-1])
 
     def _shaped_bias(self) -> Tensor:
         assert self.bias is not None
-        return self.bias.view(-1, 1, 1)
+        return self.bias.view(-1, *(1,) * self.dims)
 
     def extra_repr(self) -> str:
-        return (f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}, "
-                f"padding={self.padding}, dilation={self.dilation}, groups={self.groups}, {super().extra_repr()}")
+        settings = {"stride": self.stride, "dilation": self.dilation, "groups": self.groups, **self._float_settings()}
+        return (f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, "
+                + "".join(f"{name}={value}, " for name, value in settings.items()) + super().extra_repr())
+
+
+class _Forward(QuantConvolution):
+    """A convolution: many positions of x make one of y."""
+
+    def _shape_like(self, conv: Any, storage: Storage, **options: Any) -> None:
+        super()._shape_like(conv, storage, **options)
+        self._float_padding, self.padding_mode = conv.padding, conv.padding_mode
+        spans = [d * (k - 1) for d, k in zip(self.dilation, self.kernel_size, strict=True)]
+        before = list(conv.padding)
+        if isinstance(conv.padding, str):  # torch pads an even kernel by one more behind than before
+            before = [span // 2 if conv.padding == "same" else 0 for span in spans]
+        after = [span - pad for span, pad in zip(spans, before, strict=True)] if conv.padding == "same" else before
+        # Zeros, as many on both sides, are the product's own; anything else is put around x before.
+        self._put_around: tuple[int, ...] = ()
+        if self.padding_mode == "zeros" and before == after:
+            self.padding = tuple(before)
+        elif any(after):
+            pairs = list(zip(before, after, strict=True))
+            self._put_around = tuple(pad for pair in reversed(pairs) for pad in pair)
+
+    def _float_settings(self) -> dict[str, Any]:
+        return {"padding": self._float_padding, "padding_mode": self.padding_mode}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._put_around:
+            x = F.pad(x, self._put_around, "constant" if self.padding_mode == "zeros" else self.padding_mode)
+        return super().forward(x)
+
+    def grad_input(self, grad_output: Tensor, levels: Tensor, scale: float, x_shape: torch.Size) -> Tensor:
+        shape = x_shape if len(x_shape) == self.dims + 2 else (1, *x_shape)
+        input_of = (conv1d_input, conv2d_input, conv3d_input)[self.dims - 1]
+        grad_output = grad_output.view(-1, *grad_output.shape[-self.dims - 1 :])
+        grad = input_of(shape, levels, grad_output, self.stride, self.padding, self.dilation, self.groups)  # type: ignore[arg-type]
+        return grad.view(x_shape) * scale
+
+    def _positions_out(self, sizes: Sequence[int]) -> list[int]:
+        of = zip(sizes, self.kernel_size, self.stride, self.padding, self.dilation, strict=True)
+        return [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in of]
+
+    def sequence_length(self, x_shape: torch.Size, y_shape: torch.Size) -> int:
+        return math.prod(y_shape[-self.dims :])
+
+
+class _Transposed(QuantConvolution):
+    """A transposed convolution: one position of x makes many of y. The rows of its weight are channels of x."""
+
+    transposed = True
+
+    def _shape_like(self, conv: Any, storage: Storage, **options: Any) -> None:
+        super()._shape_like(conv, storage, **options)
+        self.padding, self._output_padding = conv.padding, conv.output_padding
+
+    def _float_settings(self) -> dict[str, Any]:
+        return {"padding": self.padding, "output_padding": self.output_padding}
+
+    @property
+    def output_padding(self) -> tuple[int, ...]:
+        return self._output_padding
+
+    @property
+    def outputs(self) -> int:
+        return self.out_channels
+
+    @property
+    def fan_in(self) -> int:
+        """How many products a value of y sums, on average: of a kernel it meets each stride-th place."""
+        places = math.prod(self.kernel_size) / math.prod(self.stride)
+        return max(1, round(self.in_channels // self.groups * places))
+
+    def start_(self, init: str) -> "QuantLayer":
+        super().start_(init)
+        if not self.qweight.is_meta:
+            self.scale.mul_((self.columns / self.fan_in) ** 0.5)  # it was drawn for as many inputs as columns
+        return self
+
+    def forward(self, x: Tensor, output_size: Any = None) -> Tensor:
+        if output_size is not None:
+            raise UsageError(f"{type(self).__name__} takes no output_size; build the layer with the output_padding that "
+                             "gives it, or leave it out with filter_fn")
+        return super().forward(x)
+
+    def grad_input(self, grad_output: Tensor, levels: Tensor, scale: float, x_shape: torch.Size) -> Tensor:
+        convolution = (F.conv1d, F.conv2d, F.conv3d)[self.dims - 1]
+        grad = convolution(grad_output, levels, None, self.stride, self.padding, self.dilation, self.groups)
+        for dim, size in enumerate(x_shape):  # output_padding can make room for a position more
+            grad = grad.narrow(dim, 0, size)
+        return grad * scale
+
+    def _positions_out(self, sizes: Sequence[int]) -> list[int]:
+        of = zip(sizes, self.kernel_size, self.stride, self.padding, self.dilation, self.output_padding, strict=True)
+        return [(n - 1) * s - 2 * p + d * (k - 1) + more + 1 for n, k, s, p, d, more in of]
+
+    def sequence_length(self, x_shape: torch.Size, y_shape: torch.Size) -> int:
+        return math.prod(x_shape[-self.dims :])
+
+
+class QuantConv1d(_Forward):
+    """nn.Conv1d with an integer weight. bits, memory and gain are QuantLinear's, all else nn.Conv1d's, by name."""
+
+    float_type, dims = nn.Conv1d, 1
+
+
+class QuantConv2d(_Forward):
+    """nn.Conv2d with an integer weight. bits, memory and gain are QuantLinear's, all else nn.Conv2d's, by name.
+
+    The votes on a weight come from all positions of the image it is applied to.
+    """
+
+    float_type, dims = nn.Conv2d, 2
+
+
+class QuantConv3d(_Forward):
+    """nn.Conv3d with an integer weight. bits, memory and gain are QuantLinear's, all else nn.Conv3d's, by name."""
+
+    float_type, dims = nn.Conv3d, 3
+
+
+class QuantConvTranspose1d(_Transposed):
+    """nn.ConvTranspose1d with an integer weight; its forward takes no output_size: set output_padding."""
+
+    float_type, dims = nn.ConvTranspose1d, 1
+
+
+class QuantConvTranspose2d(_Transposed):
+    """nn.ConvTranspose2d with an integer weight; its forward takes no output_size: set output_padding."""
+
+    float_type, dims = nn.ConvTranspose2d, 2
+
+
+class QuantConvTranspose3d(_Transposed):
+    """nn.ConvTranspose3d with an integer weight; its forward takes no output_size: set output_padding."""
+
+    float_type, dims = nn.ConvTranspose3d, 3

@@ -45,6 +45,7 @@ class QuantLayer(nn.Module):
     bias: nn.Parameter | None
     votes: VoteAccumulator | None  # given by the optimizer
     number: int | None  # among the model's quantized layers, for the random streams (number_layers)
+    transposed = False  # are the rows of the weight features of x, not of y?
 
     def __init__(self, float_shape: tuple[int, ...], storage: Storage, *, bias: bool = False, gain: bool = False,
                  scales: str | int = "tensor", device: torch.device | str | None = None,
@@ -111,6 +112,16 @@ class QuantLayer(nn.Module):
     def inputs(self) -> int:
         """Features of x."""
         raise NotImplementedError
+
+    @property
+    def outputs(self) -> int:
+        """Features of y."""
+        return self.rows
+
+    @property
+    def fan_in(self) -> int:
+        """How many products a value of y sums."""
+        return self.columns
 
     @property
     def geometry(self) -> list[int]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -90,3 +91,11 @@ class QuantLinear(QuantLayer):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, {super().extra_repr()}"
+
+
+def linear_of(weight: Tensor,  # (out, in)
+              bias: nn.Parameter | None) -> nn.Linear:
+    """An nn.Linear over a weight that another kind of layer holds, which is neither copied nor trained by it."""
+    linear: Any = skip_init(nn.Linear, weight.shape[1], weight.shape[0], bias is not None, device="meta")
+    linear.weight, linear.bias = nn.Parameter(weight.detach(), requires_grad=False), bias
+    return linear

@@ -14,11 +14,20 @@ operation.py says how the twin is found; native/ is C for the CPU, triton/ for C
 from gft.ops.activations import Quantized, mean_square, quantize
 from gft.ops.levels import float_levels, pack_fields, times_factors, tokens_last, unpack_fields
 from gft.ops.operation import Operation, twins
-from gft.ops.products import along_levels, linear, scaled_matmul, sequence_votes, sequence_votes_and_counts, votes_product
+from gft.ops.products import (
+    along_levels,
+    grouped_votes_product,
+    linear,
+    scaled_matmul,
+    sequence_votes,
+    sequence_votes_and_counts,
+    votes_product,
+)
 from gft.ops.rounding import Rounded, RoundingJob, RoundingPlan, round_many, round_weights, rounding_plan
 from gft.ops.topk import TopKPlan, kth_largest, topk_plan, topk_weights
 
-__all__ = ["Operation", "Quantized", "Rounded", "RoundingJob", "RoundingPlan", "TopKPlan", "along_levels", "float_levels",
-           "kth_largest", "linear", "mean_square", "pack_fields", "quantize", "round_many", "round_weights", "rounding_plan",
-           "scaled_matmul", "sequence_votes", "sequence_votes_and_counts", "times_factors", "tokens_last", "topk_plan",
-           "topk_weights", "twins", "unpack_fields", "votes_product"]
+__all__ = ["Operation", "Quantized", "Rounded", "RoundingJob", "RoundingPlan", "TopKPlan", "along_levels",
+           "float_levels", "grouped_votes_product", "kth_largest", "linear", "mean_square", "pack_fields", "quantize",
+           "round_many", "round_weights", "rounding_plan", "scaled_matmul", "sequence_votes",
+           "sequence_votes_and_counts", "times_factors", "tokens_last", "topk_plan", "topk_weights", "twins",
+           "unpack_fields", "votes_product"]

@@ -28,6 +28,17 @@ def votes_product(grad_output: Tensor,  # (n, out) int8
     return votes
 
 
+def grouped_votes_product(grad_output: Tensor,  # (groups, n, out) int8
+                          x: Tensor,  # (groups, n, in) int8
+                          dtype: torch.dtype) -> Tensor:  # (groups, out, in) of this integer type
+    """grad_output^T · x of each group, exact as long as `dtype` holds it."""
+    votes = torch.zeros(len(x), grad_output.shape[2], x.shape[2], dtype=dtype, device=x.device)
+    with torch.autocast(x.device.type, enabled=False):  # int8 fits TF32's mantissa, too
+        for some_grad, some_x in zip(grad_output.split(EXACT_IN_FLOAT32, 1), x.split(EXACT_IN_FLOAT32, 1), strict=True):
+            votes += torch.bmm(some_grad.float().transpose(1, 2), some_x.float()).to(dtype)
+    return votes
+
+
 def _cublas_product(grad_output: Tensor, x: Tensor) -> Tensor:
     """On a GPU without Triton: cuBLAS wants sizes in multiples of 8 and more than 16 rows, so pad with zeros."""
     tokens, out, features = x.shape[0], grad_output.shape[1], x.shape[1]

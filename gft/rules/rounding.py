@@ -108,7 +108,7 @@ class Rounding(Rule):
     def job(self, weight: WeightStep) -> RoundingJob:
         """What the operations need to move one weight."""
         storage, threshold = weight.storage, self.threshold_for(weight.storage)
-        levels = levels_per_step(weight.scale, storage.bits, weight.votes.shape[1])
+        levels = levels_per_step(weight.scale, storage.bits, weight.fan_in or weight.votes.shape[1])
         levels *= 1.0 if storage.memory_bits else PACKED_LR
         runs = self._keeps_second_moment(storage)
         return RoundingJob(weight.stored, weight.votes, storage, weight.key,

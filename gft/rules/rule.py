@@ -40,6 +40,7 @@ class WeightStep:
     scale: float  # the forward weight is scale · level; where rows or groups have scales of their own, the rms of them
     key: NoiseKey  # this weight's random numbers in this step
     second_moment: Tensor | None = None  # (rows + columns + 1,) what the rule has returned in the step before
+    fan_in: int | None = None  # how many products an output sums; None: as many as there are columns
 
     def levels(self) -> Tensor:
         """(rows, columns) int8."""

@@ -3,6 +3,7 @@
 import ast
 import inspect
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ HOUSE = Path(gft.__file__).parent
 TESTS = Path(__file__).parent.parent
 LONGEST_FILE = 600
 MOST_PARAMETERS = 8
+# But forward takes what nn.MultiheadAttention's takes, and quantize_ is where a user says all there is to say, by name.
+MANY_PARAMETERS = {("layers/attention.py", "forward"), ("convert.py", "quantize_")}
 
 # From the ground up. A room imports from lower floors only; the modules of one room (a folder) may import each other.
 FLOORS = [
@@ -23,7 +26,7 @@ FLOORS = [
     {"rules"},
     {"product", "distributed"},
     {"layers"},
-    {"calibrate", "optim", "pack"},
+    {"calibrate", "optim", "pack", "summary"},
     {"convert", "hybrid"},
     {"averaging"},
     {"statistics", "checkpoint", "capture"},
@@ -100,7 +103,8 @@ def test_files_and_parameter_lists_are_short():
     assert not long
     counts = {name: count for file in LIBRARY for name, count in parameters_by_function(file).items()}
     assert max(counts.values()) >= 6  # lest the test pass because it reads nothing
-    assert not {name: count for name, count in counts.items() if count > MOST_PARAMETERS}
+    many = {name for name, count in counts.items() if count > MOST_PARAMETERS}
+    assert {(re.split(":", name)[0], name.split()[-1]) for name in many} == MANY_PARAMETERS
 
 
 def test_public_names_are_explained_and_listed_once():

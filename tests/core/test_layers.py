@@ -119,10 +119,6 @@ def test_layers_refuse_what_they_cannot_build(refuses):
         gft.QuantLinear(4, 3).start_("zeros")
     with refuses(ValueError, "bits=1"):
         gft.QuantLinear(4, 3, bits=1)
-    with refuses(ValueError, 'padding="same"'):
-        gft.QuantConv2d(3, 4, 2, padding="same")
-    with refuses(ValueError, "padding_mode='reflect'"):
-        gft.QuantConv2d.from_float(nn.Conv2d(3, 4, 3, padding_mode="reflect"))
     with pytest.raises(ValueError, match="divisible by groups"):  # nn.Conv2d's own words
         gft.QuantConv2d(3, 4, 3, groups=2)
 
@@ -186,6 +182,19 @@ def test_conv_gives_each_image_one_vote():
     grad, votes = backward(layer, x, gft.Sign(per="sequence"))
     signs = [torch.nn.grad.conv2d_weight(x[i : i + 1], layer.float_shape, grad[i : i + 1]).sign() for i in range(2)]
     assert float((votes == sum(signs).view(5, -1)).float().mean()) > 0.9
+
+
+@pytest.mark.parametrize(("layer", "shape"), [(gft.QuantLinear(6, 5), (2, 3, 6)), (gft.QuantConv1d(6, 5, 1), (2, 6, 3))],
+                         ids=["linear", "conv"])
+def test_what_a_layer_gives_may_be_changed_in_place(layer, shape):
+    optimizer = gft.GFT(gft.quantized(layer))
+    x = torch.randn(shape, requires_grad=True)
+    y = layer(x)
+    y += 1
+    F.relu(y, inplace=True).sum().backward()
+    assert layer.votes.votes.any()
+    assert x.grad.any()
+    optimizer.release()
 
 
 def test_first_layer_votes_although_its_input_needs_no_gradient():

@@ -1,0 +1,75 @@
+"""Which float layers have a twin with integer weights, and why the others have none."""
+
+from typing import Any
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from gft.layers.attention import QuantMultiheadAttention
+from gft.layers.convolution import (
+    QuantConv1d,
+    QuantConv2d,
+    QuantConv3d,
+    QuantConvTranspose1d,
+    QuantConvTranspose2d,
+    QuantConvTranspose3d,
+)
+from gft.layers.experts import QuantExperts, are_fused_experts
+from gft.layers.layer import QuantLayer
+from gft.layers.linear import QuantLinear, linear_of
+
+# Exact types: a subclass may be used by its parent in ways of its own (nn.MultiheadAttention reads its out_proj's
+# weight without calling it).
+TWINS: dict[type[nn.Module], Any] = {
+    nn.Linear: QuantLinear,
+    nn.Conv1d: QuantConv1d,
+    nn.Conv2d: QuantConv2d,
+    nn.Conv3d: QuantConv3d,
+    nn.ConvTranspose1d: QuantConvTranspose1d,
+    nn.ConvTranspose2d: QuantConvTranspose2d,
+    nn.ConvTranspose3d: QuantConvTranspose3d,
+    nn.MultiheadAttention: QuantMultiheadAttention,
+}
+NOT_CHOSEN = "left out by filter_fn"
+QUANTIZED = (QuantLayer, QuantMultiheadAttention, QuantExperts)  # what has a to_float()
+
+
+def twin_of(module: nn.Module) -> Any:
+    """The class with integer weights that stands for such a layer; None if there is none."""
+    if is_transposed_linear(module):
+        return QuantLinear
+    return TWINS.get(type(module)) or (QuantExperts if are_fused_experts(module) else None)
+
+
+def quantized_twin(module: Any, bits: int, **settings: Any) -> Any:
+    """The layer with integer weights nearest to a float one that has a twin."""
+    kind = twin_of(module)
+    if is_transposed_linear(module):
+        training, module = module.training, linear_of(module.weight.t(), module.bias)
+        module.train(training)
+    return kind.from_float(module, bits, **settings)
+
+
+def is_transposed_linear(module: nn.Module) -> bool:
+    """transformers' Conv1D (GPT-2): a linear layer with its weight the other way round. By name: transformers need not be
+    there."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
+
+
+def why_float(module: nn.Module) -> str:
+    """Why a layer with float weights of its own has stayed so, in a few words."""
+    if twin_of(module) is not None:
+        return NOT_CHOSEN
+    if any(is_lazy(parameter) for parameter in module.parameters(recurse=False)):
+        return "has no weights before its first input"
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return "its rows are looked up, not multiplied"
+    if isinstance(module, nn.RNNBase):
+        return "torch runs all of it as one kernel on float weights"
+    if all(parameter.dim() < 2 for parameter in module.parameters(recurse=False)):
+        return "a vector, not a matrix"
+    for kind in TWINS:
+        if isinstance(module, kind):
+            return f"a subclass of {kind.__name__}, which may be used in ways of its own"
+    return "holds a weight in a way that gft does not know"
