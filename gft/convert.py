@@ -6,6 +6,7 @@ from torch import nn
 
 from gft.errors import UsageError
 from gft.layers import FilterFn, QuantConv2d, QuantLayer, QuantLinear, number_layers, quantized_layers, some_names
+from gft.sharding import is_sharded
 from gft.storage import check_bits
 
 # Exact types: a subclass may be used by its parent in ways of its own (nn.MultiheadAttention reads its out_proj's
@@ -36,6 +37,8 @@ def quantize_(model: nn.Module, bits: int = 4, filter_fn: FilterFn | None = None
         found = some_names([name for name, _ in named]) or "none"
         raise UsageError(f"no layer to quantize: filter_fn chose none of the model's nn.Linear and nn.Conv2d ({found}); "
                          "widen it")
+    if any(is_sharded(module.weight) for _, module in chosen):
+        raise UsageError("fully_shard has shared this model's weights out already; call gft.quantize_ before it")
     _refuse_shared(model, chosen)
     if gain is None:
         gain = bias and init != "paper" and (bits == 2 or not has_norms(model))
@@ -55,6 +58,9 @@ def dequantize_(model: nn.Module) -> nn.Module:
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, (QuantLinear, QuantConv2d))]
     if not layers or isinstance(model, QuantLayer):
         raise UsageError("no quantized layer inside this model; for a single layer call its to_float()")
+    if any(is_sharded(layer.qweight) for _, layer in layers):
+        raise UsageError("fully_shard has shared this model's weights out; load its checkpoint into a model that is whole, "
+                         "and call gft.dequantize_ there")
     for name, layer in layers:
         _replace(model, name, layer.to_float())
     return model

@@ -26,6 +26,7 @@ from gft.errors import UsageError, UsageTypeError
 from gft.initialize import STARTS, scale_of
 from gft.layers.registry import register
 from gft.product import Product, handle_of, kept_as
+from gft.sharding import all_rows, handed_out, is_sharded, of_first_rank, own_rows
 from gft.storage import Storage, field_bits, unpack_fields
 from gft.votes import VoteAccumulator
 
@@ -48,7 +49,7 @@ class QuantLayer(nn.Module):
         levels = torch.zeros(self.rows, self.columns, dtype=torch.int8, device=device)
         self.qweight = nn.Parameter(storage.store(levels), requires_grad=False)
         self.register_buffer("scale", torch.ones((), device=device))
-        self.log_gain = nn.Parameter(torch.zeros((), device=device)) if gain else None
+        self.log_gain = nn.Parameter(torch.zeros(1, device=device)) if gain else None  # fully_shard takes no scalars
         self.bias = nn.Parameter(torch.zeros(self.rows, device=device)) if bias else None
         self._join(None, dtype)
 
@@ -83,15 +84,24 @@ class QuantLayer(nn.Module):
         return self
 
     def start_(self, init: str) -> "QuantLayer":
-        """Draw new levels: "variance", those of a Gaussian of deviation 1/sqrt(inputs); "paper", 90 % zeros, 10 % ±1."""
+        """Draw new levels: "variance", those of a Gaussian of deviation 1/sqrt(inputs); "paper", 90 % zeros, 10 % ±1. Where
+        ranks share out the rows they all must, and the first one's are taken."""
         if init not in STARTS:
             raise UsageError(f"init={init!r}: choose one of {', '.join(STARTS)}")
         if self.qweight.is_meta:  # torch.nn.utils.skip_init: values come later
             return self
         levels, scale = STARTS[init](self.rows, self.columns, self.bits, self.qweight.device)
-        self.qweight.data.copy_(self.storage.store(levels))
-        self.scale.copy_(scale)
+        own_rows(self.qweight).copy_(handed_out(self.storage.store(levels), self.qweight))
+        self.scale.copy_(of_first_rank(scale, self.qweight))
         return self
+
+    def reset_parameters(self) -> None:
+        """Start anew: torch's name for it, for models that were built on the meta device."""
+        self.start_("variance")
+        with torch.no_grad():
+            for parameter in (self.bias, self.log_gain):
+                if parameter is not None:
+                    parameter.zero_()
 
     # ------------------------------------------------------------------ what linear and convolution do differently
 
@@ -155,7 +165,7 @@ class QuantLayer(nn.Module):
 
     def levels(self) -> Tensor:
         """The integer weights, int8, in the shape of the float layer's."""
-        return self.storage.levels(self.qweight.detach(), self.columns).view(self.float_shape)
+        return self.storage.levels(all_rows(self.qweight), self.columns).view(self.float_shape)
 
     def float_weight(self) -> Tensor:
         """The float values used in forward: scale · levels, times the gain if there is one."""
@@ -172,9 +182,12 @@ class QuantLayer(nn.Module):
         assert self.log_gain is not None
         slope = 1 / (self.columns * self.rows**0.5)
         log_gain = self.log_gain * slope + self.log_gain.detach() * (1 - slope)
-        return (log_gain * self.columns**0.5).exp()
+        return (log_gain * self.columns**0.5).exp()[0]
 
     def forward(self, x: Tensor) -> Tensor:
+        if is_sharded(self.qweight):
+            raise UsageError(f"this {type(self).__name__} has only some rows of its weight on this rank; call the module "
+                             "that fully_shard was given, or its unshard() first")
         if not torch.is_floating_point(x):
             raise UsageTypeError(f"{type(self).__name__} takes a float input, not {x.dtype}; convert it with x.float()")
         if not torch.compiler.is_compiling() and self.votes is not None and self.votes.optimizer() is None:
@@ -229,10 +242,11 @@ class QuantLayer(nn.Module):
         return self._read_scale[2]
 
     @torch.no_grad()
-    def store_as_(self, storage: Storage) -> None:
-        """Change the encoding of the memory; the weight stays where votes have carried it."""
+    def store_as_(self, storage: Storage, stored: Tensor) -> None:
+        """Change the encoding of the memory; the weight, or what rows of it this rank has, stays where votes have carried
+        it."""
         if storage != self.storage:
-            self.qweight.copy_(self.storage.converted(self.qweight, storage))
+            stored.copy_(self.storage.converted(stored, storage))
             self.storage = storage
 
     def warn_untrained(self) -> None:
@@ -265,8 +279,9 @@ class QuantLayer(nn.Module):
             state_dict[prefix + "qweight"] = state_dict.pop(prefix + "weight")
         if prefix + "qweight" in state_dict:
             state_dict[prefix + "qweight"] = self._as_this_layer(state_dict, prefix)
-            if self.log_gain is not None:  # of a time before there were gains
-                state_dict.setdefault(prefix + "log_gain", torch.zeros_like(self.log_gain))
+            if self.log_gain is not None:  # of a time before there were gains, or when they were scalars
+                log_gain = state_dict.setdefault(prefix + "log_gain", torch.zeros_like(self.log_gain))
+                state_dict[prefix + "log_gain"] = log_gain if log_gain.dim() else log_gain.view(1)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _as_this_layer(self, state_dict: dict[str, Any], prefix: str) -> Tensor:

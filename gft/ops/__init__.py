@@ -29,6 +29,7 @@ from gft.ops.rounding import (
 from gft.ops.topk import TopKPlan, kth_largest, topk_plan, topk_plan_of_rows, topk_weights
 
 __all__ = ["Operation", "Quantized", "Rounded", "RoundingJob", "RoundingPlan", "TopKPlan", "along_levels", "float_levels",
-           "kth_largest", "linear", "mean_square", "pack_fields", "quantize", "round_many", "round_some_rows", "round_weights",
-           "rounding_plan", "scaled_matmul", "sequence_votes", "sequence_votes_and_counts", "sums_of_squares", "tokens_last",
-           "topk_plan", "topk_plan_of_rows", "topk_weights", "twins", "unpack_fields", "votes_product"]
+           "kth_largest", "linear", "mean_square", "pack_fields", "quantize", "round_many", "round_some_rows",
+           "round_weights", "rounding_plan", "scaled_matmul", "sequence_votes", "sequence_votes_and_counts",
+           "sums_of_squares", "tokens_last", "topk_plan", "topk_plan_of_rows", "topk_weights", "twins",
+           "unpack_fields", "votes_product"]

@@ -22,6 +22,7 @@ FLOORS = [
     {"votes"},
     {"rules"},
     {"product", "distributed"},
+    {"sharding"},
     {"layers"},
     {"convert", "optim"},
     {"hybrid"},

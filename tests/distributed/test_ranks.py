@@ -10,6 +10,7 @@ from gft import distributed, optim
 from gft.capture import waits_for_others
 from gft.distributed import ALONE, Counts, Ranks, buckets, counts_of, fingerprint, ranks_of
 from gft.layers import quantized_layers
+from gft.sharding import column_sums
 from gft.votes import VoteAccumulator
 
 TWO = Ranks(1, 2)
@@ -66,7 +67,8 @@ def test_fingerprints_differ_by_weight_order_and_setting():
         model = integer_net(seed=seed)
         if swap:
             model[0].qweight.data = model[0].qweight.data.flip(1)
-        return fingerprint(quantized_layers(model).values(), [{"lr": 0.1, "seed": 3, **settings}])
+        layers = quantized_layers(model).values()
+        return fingerprint(layers, [column_sums(layer.qweight) for layer in layers], [{"lr": 0.1, "seed": 3, **settings}])
 
     assert number() == number() == number(lr=torch.tensor(0.1, dtype=torch.float64))
     assert len({number(), number(seed=1), number(swap=True), number(lr=0.2), number(step=1)}) == 5
