@@ -22,12 +22,16 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import gft
 from gft import votes
+from gft.lab import traffic
 from gft.layers import quantized_layers
 from gft.sharding import all_rows, own_rows
 
+pytestmark = pytest.mark.skipif(torch.__version__ < "2.12", reason="fully_shard takes no integers before torch 2.12")
 WORLD, STEPS, SAVED = 4, 4, 2
 # 25 rows are 7, 7, 7 and 4; 3 are 1, 1, 1 and none.
 SHAPES = ((6, 25), (25, 24), (24, 3), (3, 5))
@@ -122,7 +126,43 @@ def scenarios(rank: int, folder: Path) -> dict:
     result["saturated"] = saturated(rank, mesh)
     result["fresh"] = fresh(rank, mesh)
     result["refused"] = refused(mesh, folder)
+    result["sent"] = sent(mesh)
+    single = dist.new_group([0])
+    if rank == 0:
+        result["one rank"] = trained("signs", DeviceMesh.from_group(single, "cpu"), (16,), group=single)
     return result
+
+
+class Sent(TorchDispatchMode):
+    """How many bytes this rank sends, by collective, if each goes round in a ring."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = {"allgather": 0.0, "reduce_scatter": 0.0, "allreduce": 0.0}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for kind in self.bytes:
+            if "c10d" in str(func) and kind in str(func):
+                # An all_gather's input comes behind its output, a piece of it; all else is as large as what it is for.
+                tensors = [tensor for tensor in tree_leaves(args) if isinstance(tensor, torch.Tensor)]
+                size = tensors[0].nbytes * (WORLD - 1) / WORLD
+                self.bytes[kind] += 2 * size if kind == "allreduce" else size
+        return func(*args, **(kwargs or {}))
+
+
+def sent(mesh: DeviceMesh) -> dict:
+    torch.manual_seed(0)
+    model = gft.quantize_(nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3))), 2, memory=False, gain=False)
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    own = gft.GFT(gft.quantized(model))
+    for _ in range(2):
+        own.zero_grad()
+        with Sent() as log:
+            model(torch.randn(4, 64)).square().sum().backward()
+            own.step()
+    return log.bytes
 
 
 def state_of(model: nn.Module, own: gft.GFT, dense: torch.optim.Optimizer | None = None) -> dict:
@@ -338,6 +378,18 @@ def test_votes_that_int32_may_not_hold_are_saturated(ranks):
         rows = torch.cat([one["rows", micro] for one in found])
         assert rows.dtype == torch.int32
         assert torch.equal(rows.long(), total)
+
+
+def test_one_rank_runs_the_same_code(ranks):
+    assert_equal(ranks[0]["one rank"], alone())
+
+
+def test_ranks_send_what_the_table_in_the_documentation_says(ranks):
+    expected = traffic.sent(traffic.gft_scheme(2, False), traffic.Setup("", 3 * 64**2, (64, 64), WORLD))
+    for result in ranks:
+        assert result["sent"]["allgather"] == expected["gathered"]
+        assert result["sent"]["reduce_scatter"] == expected["reduced"]
+        assert expected["small"] < result["sent"]["allreduce"] < expected["small"] + 1000  # and counts of tokens and flips
 
 
 # ---------------------------------------------------------------------------------------------------- with the rest of torch

@@ -98,3 +98,16 @@ def test_graphs_and_moves_in_backward_are_refused_on_several_ranks(monkeypatch, 
     assert waits_for_others(gft.Hybrid(gft.GFT(gft.quantized(integer_net())), dense))
     assert not waits_for_others(gft.Hybrid(gft.GFT(gft.quantized(integer_net()), process_group=False), dense))
     assert not waits_for_others(dense)
+
+
+def test_a_layer_that_some_ranks_leave_out_cannot_be_shared_out(refuses):
+    model = integer_net()
+    optimizer = gft.GFT(gft.quantized(model))
+    for layer in quantized_layers(model).values():
+        layer.votes.scatter = lambda votes: votes
+    layers = list(quantized_layers(model).values())
+    none, some = Counts(0, 0, 0, 0, 0, 0, 0), Counts(7, 7, 1, 1, 4, 1, 3)
+    distributed._sum_votes(layers, [none] * len(layers), TWO)
+    with refuses(gft.UsageError, "1 of 2 ranks have used a layer.*same layers on every rank"):
+        distributed._sum_votes(layers, [none] * (len(layers) - 1) + [some], TWO)
+    del optimizer
