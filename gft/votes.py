@@ -153,7 +153,9 @@ class VoteAccumulator:
         self.rank, self.world = 0, 1  # of this process among those whose votes are summed (distributed.py)
         self.layer: Callable[[], Any] = lambda: None  # weak references: whose votes these are,
         self.optimizer: Callable[[], Any] = lambda: None  # and who moves the weight
-        self.scatter: Callable[[Tensor], Tensor] | None = None  # sums votes over ranks that share out rows (sharding.py)
+        # Where ranks share out the rows: sums votes over them (sharding.py); with a key, a byte each on the wire.
+        self.scatter: Callable[[Tensor, NoiseKey | None], Tensor] | None = None
+        self.wire = "int32"
         self.in_backward = False  # does it move the weight after each backward pass?
         self.prepared_for: Any = None  # the rule the weight is stored for; None when its bytes have just been loaded
 
@@ -279,7 +281,9 @@ class VoteAccumulator:
         most = (INT32_BOUND - 1) // self.world
         if tokens * self.vote.largest**2 > most:
             votes = votes.clamp_(-most, most)
-        votes = self.scatter(votes.to(torch.int32))
+        # Beyond all calls of a step's own noise, which has the same stream.
+        key = self.key(0, (1 << 31) + self.call(self.shared_out)) if self.wire == "int8" else None
+        votes = self.scatter(votes.to(torch.int32), key)
         if self.votes is not None:
             total = self.votes.to(torch.int64).add_(votes)
             votes = total.clamp_(1 - INT32_BOUND, INT32_BOUND - 1).to(torch.int32)

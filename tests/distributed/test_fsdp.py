@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -29,7 +30,8 @@ import gft
 from gft import votes
 from gft.lab import traffic
 from gft.layers import quantized_layers
-from gft.sharding import all_rows, own_rows
+from gft.philox import NoiseKey
+from gft.sharding import all_rows, own_rows, scatter_of
 
 pytestmark = pytest.mark.skipif(torch.__version__ < "2.12", reason="fully_shard takes no integers before torch 2.12")
 WORLD, STEPS, SAVED = 4, 4, 2
@@ -126,7 +128,9 @@ def scenarios(rank: int, folder: Path) -> dict:
     result["saturated"] = saturated(rank, mesh)
     result["fresh"] = fresh(rank, mesh)
     result["refused"] = refused(mesh, folder)
-    result["sent"] = sent(mesh)
+    result["sent"] = {wire: sent(mesh, wire) for wire in ("int32", "int8")}
+    result["as bytes"] = as_bytes(rank, mesh)
+    result["copies, as bytes"] = {wire: own_rows_of_copies(copies, wire) for wire in ("int32", "int8")}
     single = dist.new_group([0])
     if rank == 0:
         result["one rank"] = trained("signs", DeviceMesh.from_group(single, "cpu"), (16,), group=single)
@@ -138,31 +142,51 @@ class Sent(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bytes = {"allgather": 0.0, "reduce_scatter": 0.0, "allreduce": 0.0}
+        self.bytes = {"allgather": 0.0, "reduce_scatter": 0.0, "alltoall": 0.0, "allreduce": 0.0}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         for kind in self.bytes:
             if "c10d" in str(func) and kind in str(func):
-                # An all_gather's input comes behind its output, a piece of it; all else is as large as what it is for.
-                tensors = [tensor for tensor in tree_leaves(args) if isinstance(tensor, torch.Tensor)]
-                size = tensors[0].nbytes * (WORLD - 1) / WORLD
+                first = next(tensor for tensor in tree_leaves(args) if isinstance(tensor, torch.Tensor))  # the whole
+                size = first.nbytes * (WORLD - 1) / WORLD
                 self.bytes[kind] += 2 * size if kind == "allreduce" else size
         return func(*args, **(kwargs or {}))
 
 
-def sent(mesh: DeviceMesh) -> dict:
+def sent(mesh: DeviceMesh, wire: str) -> dict:
     torch.manual_seed(0)
     model = gft.quantize_(nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3))), 2, memory=False, gain=False)
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    own = gft.GFT(gft.quantized(model))
+    own = gft.GFT([{"params": gft.quantized(model), "wire": wire}])
     for _ in range(2):
         own.zero_grad()
         with Sent() as log:
             model(torch.randn(4, 64)).square().sum().backward()
             own.step()
     return log.bytes
+
+
+def many_votes(rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return (torch.randn(25, 17, generator=generator) * (20, 1000, 5e5, 3e7)[rank]).int()
+
+
+def as_bytes(rank: int, mesh: DeviceMesh) -> dict:
+    """Votes of four sizes, sent many times, and votes that a byte holds."""
+    scatter = scatter_of(distribute_tensor(torch.zeros(25, 17), mesh, [Shard(0)]))
+    each = [scatter(many_votes(rank), NoiseKey(1, step, 2, rank)) for step in range(60)]
+    small = torch.randint(-127, 128, (25, 17), generator=torch.Generator().manual_seed(rank)).int()
+    return {"once": each[0], "mean": torch.stack(each).double().mean(0), "small": small,
+            "small, shared out": scatter(small, NoiseKey(1, 0, 2, rank))}
+
+
+def own_rows_of_copies(mesh: DeviceMesh, wire: str) -> list[torch.Tensor]:
+    model = sharded(net(4, True), mesh)
+    own = gft.GFT([{"params": gft.quantized(model), "wire": wire}], lr=0.3)
+    train(model, own, range(2), (4,) * WORLD)
+    return [own_rows(weight).clone() for weight in gft.quantized(model)]
 
 
 def state_of(model: nn.Module, own: gft.GFT, dense: torch.optim.Optimizer | None = None) -> dict:
@@ -279,6 +303,8 @@ def refused(mesh: DeviceMesh, folder: Path) -> dict:
         "quantize": lambda: gft.quantize_(fully_shard(nn.Sequential(nn.Linear(4, 4)), mesh=mesh)),
         "by torch's own": lambda: set_optimizer_state_dict(model, own, get_optimizer_state_dict(model, own)),
         "dequantize": lambda: gft.dequantize_(model),
+        "whole, as bytes": lambda: gft.GFT([{"params": gft.quantized(net(4, True)), "wire": "int8"}]),
+        "another wire": lambda: gft.GFT([{"params": gft.quantized(net(4, True)), "wire": "int4"}]),
         "whole, in backward": lambda: gft.GFT(gft.quantized(net(4, True)), in_backward=True),
     }
     return {name: error_of(function) for name, function in tries.items()}
@@ -385,11 +411,33 @@ def test_one_rank_runs_the_same_code(ranks):
 
 
 def test_ranks_send_what_the_table_in_the_documentation_says(ranks):
-    expected = traffic.sent(traffic.gft_scheme(2, False), traffic.Setup("", 3 * 64**2, (64, 64), WORLD))
-    for result in ranks:
-        assert result["sent"]["allgather"] == expected["gathered"]
-        assert result["sent"]["reduce_scatter"] == expected["reduced"]
-        assert expected["small"] < result["sent"]["allreduce"] < expected["small"] + 1000  # and counts of tokens and flips
+    for wire, collective, a_row in (("int32", "reduce_scatter", 0), ("int8", "alltoall", 1)):
+        expected = traffic.sent(traffic.gft_scheme(2, False, wire=wire), traffic.Setup("", 3 * 64**2, (64, 64), WORLD))
+        for result in (result["sent"][wire] for result in ranks):
+            assert result["allgather"] == expected["gathered"]
+            assert result["alltoall"] + result["reduce_scatter"] == result[collective]
+            assert result[collective] == expected["reduced"] + 3 * 64 * a_row * (WORLD - 1) / WORLD
+            assert expected["small"] < result["allreduce"] < expected["small"] + 1000  # and counts of tokens and flips
+
+
+def test_votes_that_travel_as_bytes_are_right_on_average(ranks):
+    found = [result["as bytes"] for result in ranks]
+    exact, once, mean = (torch.cat(each) if isinstance(each, list) else each for each in (
+        sum(many_votes(rank).double() for rank in range(WORLD)), [one["once"].double() for one in found],
+        [one["mean"] for one in found]))
+    error, bias = ((each - exact).norm() / exact.norm() for each in (once, mean))
+    assert 0 < error < 0.02
+    assert bias < error / 5  # of 60
+    assert torch.equal(torch.cat([one["small, shared out"] for one in found]), sum(one["small"] for one in found))
+
+
+def test_copies_stay_equal_whichever_way_votes_travel(ranks):
+    for one, other in ((0, 2), (1, 3)):
+        for wire in ("int32", "int8"):
+            pairs = zip(ranks[one]["copies, as bytes"][wire], ranks[other]["copies, as bytes"][wire], strict=True)
+            assert all(torch.equal(mine, copied) for mine, copied in pairs)
+    exact, rounded = (torch.cat([rows.flatten() for rows in rows_of]) for rows_of in ranks[0]["copies, as bytes"].values())
+    assert 0.8 < (exact == rounded).float().mean() < 1
 
 
 # ---------------------------------------------------------------------------------------------------- with the rest of torch
@@ -425,3 +473,5 @@ def test_what_cannot_work_says_what_to_do(ranks):
         assert "gft.quantize_ before it" in result["quantize"]
         assert "a model that is whole" in result["dequantize"]
         assert "in_backward=True" in result["whole, in backward"]
+        assert "is for weights that fully_shard" in result["whole, as bytes"]
+        assert "wire='int4'" in result["another wire"]

@@ -104,7 +104,7 @@ def test_a_layer_that_some_ranks_leave_out_cannot_be_shared_out(refuses):
     model = integer_net()
     optimizer = gft.GFT(gft.quantized(model))
     for layer in quantized_layers(model).values():
-        layer.votes.scatter = lambda votes: votes
+        layer.votes.scatter = lambda votes, key: votes
     layers = list(quantized_layers(model).values())
     none, some = Counts(0, 0, 0, 0, 0, 0, 0), Counts(7, 7, 1, 1, 4, 1, 3)
     distributed._sum_votes(layers, [none] * len(layers), TWO)
