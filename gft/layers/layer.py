@@ -170,7 +170,7 @@ class QuantLayer(nn.Module):
     def float_weight(self) -> Tensor:
         """The float values used in forward: scale · levels, times the gain if there is one."""
         weight = self.levels() * self.scale
-        return weight if self.log_gain is None else weight * self.gain().detach()
+        return weight if self.log_gain is None else weight * all_rows(self.gain())
 
     def gain(self) -> Tensor:
         """exp(sqrt(columns) · log_gain). By the root one rate of AdamW makes it grow as fast as it would a float weight,

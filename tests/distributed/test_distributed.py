@@ -365,7 +365,7 @@ def test_ranks_round_the_same_batch_by_noise_of_their_own(ranks):
 def test_layers_that_some_ranks_or_all_leave_out(ranks):
     for result in (result["branches"] for result in ranks):
         assert dict(zip(result["names"], result["moved"], strict=True)) == {
-            "common.qweight": True, "branch.qweight": True, "idle.qweight": False, "head.weight": True}
+            "common.qweight": True, "branch.qweight": True, "idle.qweight": False, "head.qweight": True}
         for step in range(STEPS):
             assert_equal(result[f"after {step}"], ranks[0]["branches"][f"after {step}"])
         assert result["after 3"]["1.x_rms"].shape == (2,)

@@ -5,6 +5,7 @@ shared out, and what comes out is compared bit for bit.
 """
 
 import copy
+import multiprocessing
 from pathlib import Path
 from unittest import mock
 
@@ -249,6 +250,11 @@ def hybrid(mesh: DeviceMesh, folder: Path) -> dict:
             own.load_state_dict(own.state_dict())
             model.train()
     seen = gft.statistics(model, own)
+    weight = model[0].weight  # gathered, gain and all
+    with torch.no_grad():
+        model[0].unshard()
+        same_weight = torch.equal(weight, model[0].weight)
+        model[0].reshard()
     dcp.save(state_of(model, own, dense), checkpoint_id=folder / "hybrid")
     before = copy.deepcopy(_tensors({**state_of(model, own, dense), "gft": own.state_dict()}))
     train(model, own, range(1), (4,) * WORLD)
@@ -256,7 +262,8 @@ def hybrid(mesh: DeviceMesh, folder: Path) -> dict:
     load(folder / "hybrid", model, own, dense)
     after = _tensors({**state_of(model, own, dense), "gft": own.state_dict()})
     same = {name: torch.equal(own_rows(one), own_rows(after[name])) for name, one in before.items()}
-    return {"losses": losses, "restored": same, "edges": seen["3"]["edges"], "gain": model[0].log_gain.full_tensor().item()}
+    return {"losses": losses, "restored": {**same, "weight": same_weight}, "edges": seen["3"]["edges"],
+            "gain": model[0].log_gain.full_tensor().item()}
 
 
 def _tensors(state, name: str = "") -> dict[str, torch.Tensor]:
@@ -333,7 +340,10 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def ranks(folder) -> list[dict]:
     """What each rank has found."""
-    mp.spawn(worker, (str(folder),), nprocs=WORLD)
+    # One server imports torch, and ranks fork from it: to import it is half of the work here.
+    multiprocessing.set_forkserver_preload(["gft", "gft.lab.traffic", "torch.distributed.checkpoint.state_dict",
+                                            "torch.distributed.fsdp"])
+    mp.start_processes(worker, (str(folder),), nprocs=WORLD, start_method="forkserver")
     return [torch.load(folder / f"result-{rank}", weights_only=True) for rank in range(WORLD)]
 
 
