@@ -105,6 +105,9 @@ class GFT(Optimizer):
         check_settings({**settings, "params": weights}, self.ranks)
         for weight in weights:
             self._check_weight(weight, settings["rule"])
+        shared_out = [*self._parts, *filter(is_sharded, weights)]
+        for weight in shared_out:
+            check_sharding(weight, self.ranks, shared_out[0])
         super().add_param_group(settings)
         self._attach(self.param_groups[-1])
 
@@ -120,8 +123,6 @@ class GFT(Optimizer):
             raise UsageTypeError(f"GFT trains quantized weights, but was given a {weight.dtype} tensor of shape "
                                  f"{tuple(weight.shape)}; pass gft.quantized(model), and gft.dense(model) to AdamW")
         rule.storage_for(layer.storage)
-        if is_sharded(weight):
-            check_sharding(weight, self.ranks)
         if self._taken(layer):
             gc.collect()  # a scheduler keeps a deleted optimizer alive until then
             if self._taken(layer):

@@ -74,8 +74,8 @@ def ranks_with_rows(weight: Any) -> Ranks:
     return Ranks(mesh.get_local_rank(axis), mesh.size(axis), mesh.get_group(axis))
 
 
-def check_sharding(weight: Any, ranks: Ranks) -> None:
-    """Refuse what is not shared out by rows, over the ranks that train together."""
+def check_sharding(weight: Any, ranks: Ranks, other: Any = None) -> None:
+    """Refuse what is not shared out by rows, over the ranks that train together, as the `other` weights are."""
     shards = [placement for placement in weight.placements if placement.is_shard()]
     if len(shards) != 1 or shards[0].dim != 0 or any(placement.is_partial() for placement in weight.placements):
         raise UsageError(f"this integer weight is a DTensor placed as {tuple(weight.placements)}; gft.GFT trains weights "
@@ -83,6 +83,9 @@ def check_sharding(weight: Any, ranks: Ranks) -> None:
     if weight.device_mesh.size() != ranks.world:
         raise UsageError(f"this integer weight is sharded over {weight.device_mesh.size()} ranks, but the optimizer has "
                          f"{ranks.world}; pass process_group=mesh.get_group() of the mesh that fully_shard was given")
+    if other is not None and (weight.device_mesh, weight.placements) != (other.device_mesh, other.placements):
+        raise UsageError("these integer weights are sharded over different meshes; give fully_shard the same mesh for all "
+                         "of them, or each mesh an optimizer of its own")
 
 
 def part_of(weight: Any) -> Part:
@@ -99,13 +102,14 @@ def scatter_of(weight: Any) -> Callable[[Tensor, NoiseKey | None], Tensor]:
 
 
 def _scattered(mesh: Any, placements: tuple[Any, ...], ranks: Ranks, votes: Tensor, key: NoiseKey | None) -> Tensor:
-    from torch.distributed.tensor import DTensor, Partial, Replicate
+    from torch.distributed.tensor import DTensor, Partial
 
     if key is not None:
         votes = _scattered_as_bytes(ranks, votes, key)
-        kinds = [Partial() if isinstance(placement, Replicate) else placement for placement in placements]
-        parts = DTensor.from_local(votes, mesh, kinds, run_check=False)
-        return parts.redistribute(placements=placements).to_local()
+        for axis, placement in enumerate(placements):
+            if placement.is_replicate():
+                dist.all_reduce(votes, group=mesh.get_group(axis))
+        return votes
     parts = DTensor.from_local(votes, mesh, [Partial()] * mesh.ndim, run_check=False)
     return parts.redistribute(placements=placements).to_local()
 

@@ -128,7 +128,7 @@ def scenarios(rank: int, folder: Path) -> dict:
     result["hybrid"] = hybrid(mesh, folder)
     result["saturated"] = saturated(rank, mesh)
     result["fresh"] = fresh(rank, mesh)
-    result["refused"] = refused(mesh, folder)
+    result["refused"] = refused(mesh, copies, folder)
     result["sent"] = {wire: sent(mesh, wire) for wire in ("int32", "int8")}
     result["as bytes"] = as_bytes(rank, mesh)
     result["copies, as bytes"] = {wire: own_rows_of_copies(copies, wire) for wire in ("int32", "int8")}
@@ -299,11 +299,12 @@ def fresh(rank: int, mesh: DeviceMesh) -> dict:
             "bias": model[2].bias.full_tensor().abs().max().item()}
 
 
-def refused(mesh: DeviceMesh, folder: Path) -> dict:
-    model = sharded(net(4, True), mesh)
+def refused(mesh: DeviceMesh, copies: DeviceMesh, folder: Path) -> dict:
+    model, other = sharded(net(4, True), mesh), sharded(net(4, True), copies)
     own = optimizer_of(model, "memory")
     tries = {
-        "alone": lambda: gft.GFT(gft.quantized(model), process_group=False),
+        "alone": lambda: gft.GFT(gft.quantized(other), process_group=False),
+        "two meshes": lambda: gft.GFT(gft.quantized(sharded(net(4, True), mesh)) + gft.quantized(other)),
         "a part": lambda: model[0](torch.zeros(1, 6)),
         "one file": lambda: gft.save_checkpoint(folder / "one-file", model),
         "from one file": lambda: gft.load_checkpoint(folder / "one-file", model),
@@ -476,6 +477,7 @@ def test_a_model_from_the_meta_device_starts_alike_on_all_ranks(ranks):
 def test_what_cannot_work_says_what_to_do(ranks):
     for result in (result["refused"] for result in ranks):
         assert "process_group=mesh.get_group()" in result["alone"]
+        assert "the same mesh for all" in result["two meshes"]
         assert "the module that fully_shard was given" in result["a part"]
         assert "torch.distributed.checkpoint" in result["one file"]
         assert "before fully_shard" in result["from one file"]
