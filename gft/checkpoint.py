@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from gft.errors import UsageError, UsageTypeError
 from gft.files import written_atomically
+from gft.sharding import is_sharded
 
 FORMAT = "gft-checkpoint-1"
 
@@ -33,6 +34,9 @@ class CheckpointError(UsageError):
 
 def flatten(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     """A nest of dicts, lists, tuples, numbers, strings and tensors -> JSON, with its tensors put into `tensors`."""
+    if is_sharded(value):
+        raise UsageError(f"{name} is shared out over ranks, and one file holds whole tensors; save with "
+                         "torch.distributed.checkpoint (docs/scaling.md)")
     if isinstance(value, Tensor):
         while name in tensors:  # "a.b" and "a" -> "b" spell the same
             name += "'"
@@ -152,7 +156,7 @@ def _check_fits(path: str | Path, model: nn.Module, state: Mapping[str, Tensor])
             raise CheckpointError(f"{path} is of another model: {name} is only in the {'model' if name in own else 'file'}")
     for name in own.keys() & state.keys():
         mine, stored = (f"{t.dtype} {tuple(t.shape)}" for t in (own[name], state[name]))
-        if mine != stored and not name.endswith("_extra_state"):
+        if mine != stored and not name.endswith(("_extra_state", "log_gain")):
             raise CheckpointError(f"{path} is of another model: {name} is {stored} in the file and {mine} in the model")
 
 
@@ -163,6 +167,9 @@ def load_checkpoint(path: str | Path, model: nn.Module, optimizer: torch.optim.O
     With an optimizer torch's random generators are restored, too, so that training goes on as if it had never stopped.
     Without one, as for an evaluation, they stay as they are.
     """
+    if any(is_sharded(parameter) for parameter in model.parameters()):
+        raise UsageError("this model's weights are shared out over ranks, and the file holds whole tensors; load it before "
+                         "fully_shard, or use torch.distributed.checkpoint (docs/scaling.md)")
     content = read_checkpoint(path)
     for key, target in (("optimizer", optimizer), ("scheduler", scheduler)):
         if target is not None and content[key] is None:

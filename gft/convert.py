@@ -17,6 +17,7 @@ from gft.layers import (
     some_names,
     twin_of,
 )
+from gft.sharding import is_sharded
 from gft.storage import check_bits
 from gft.summary import Summary, summary
 
@@ -62,6 +63,8 @@ def quantize_(model: nn.Module, bits: int = 4, filter_fn: FilterFn | None = None
         found = some_names([name for name, _ in named]) or "none"
         raise UsageError("no layer to quantize: filter_fn chose none of the model's linear layers, convolutions and "
                          f"attentions ({found}); widen it")
+    if any(is_sharded(parameter) for _, module in chosen for parameter in module.parameters()):
+        raise UsageError("fully_shard has shared this model's weights out already; call gft.quantize_ before it")
     if gain is None:
         gain = bias and init != "paper" and (bits == 2 or not has_norms(model))
     options: dict[str, Any] = {"memory": memory, "init": "fit" if isinstance(init, GPTQ) else init, "gain": gain,
@@ -86,6 +89,9 @@ def dequantize_(model: nn.Module) -> nn.Module:
     layers = {name: module for name, module in model.named_modules() if isinstance(module, QUANTIZED)}
     if not layers or isinstance(model, QUANTIZED):
         raise UsageError("no quantized layer inside this model; for a single layer call its to_float()")
+    if any(is_sharded(layer.qweight) for layer in quantized_layers(model).values()):
+        raise UsageError("fully_shard has shared this model's weights out; load its checkpoint into a model that is whole, "
+                         "and call gft.dequantize_ there")
     for name, layer in layers.items():
         if not any(name.startswith(f"{other}.") for other in layers):  # a part of another goes with it
             _replace(model, name, layer.to_float())  # type: ignore[operator]

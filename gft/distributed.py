@@ -104,14 +104,15 @@ def sum_over(ranks: Ranks, tensors: Iterable[Tensor]) -> None:
 # ---------------------------------------------------------------------------------------------------- before the first step
 
 
-def fingerprint(layers: Iterable[Any], settings: Iterable[Mapping[str, Any]]) -> int:
+def fingerprint(layers: Iterable[Any],
+                column_sums: Iterable[Tensor],  # of each layer's stored weight
+                settings: Iterable[Mapping[str, Any]]) -> int:
     """A number that differs where weights, their scales or a group's settings do."""
     parts: list[Any] = [sorted((key, float(value) if isinstance(value, Tensor) else value) for key, value in group.items())
                         for group in settings]
-    for layer in layers:
-        columns = layer.qweight.detach().sum(0, dtype=torch.int64).cpu().numpy().tobytes()
-        parts.append((tuple(layer.qweight.shape), layer.storage, zlib.crc32(layer.scale.cpu().numpy().tobytes()),
-                      zlib.crc32(columns)))
+    for layer, sums in zip(layers, column_sums, strict=True):
+        scales, columns = (tensor.cpu().numpy().tobytes() for tensor in (layer.scale, sums))
+        parts.append((layer.float_shape, layer.storage, zlib.crc32(scales), zlib.crc32(columns)))
     return zlib.crc32(repr(parts).encode())
 
 
@@ -172,7 +173,11 @@ def _sum_votes(layers: Sequence[Any], counts: Sequence[Counts], ranks: Ranks) ->
     for layer, all_ranks in zip(layers, counts, strict=True):
         votes: VoteAccumulator = layer.votes
         votes.tokens, votes.samples = all_ranks.tokens, all_ranks.samples
-        if all_ranks.ranks_with_votes:
+        if votes.scatter is not None:  # summed in backward
+            if all_ranks.ranks_with_votes not in (0, ranks.world):
+                raise UsageError(f"{all_ranks.ranks_with_votes} of {ranks.world} ranks have used a layer whose rows they "
+                                 "share out; run the same layers on every rank, on an empty batch where there is no other")
+        elif all_ranks.ranks_with_votes:
             dtype = torch.int64 if votes.wide else torch.int32
             if votes.votes is None:
                 votes.votes = torch.zeros(layer.rows, layer.columns, dtype=dtype, device=layer.qweight.device)

@@ -21,11 +21,31 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gft.distributed import ALONE, Ranks, all_reduce_votes, check_alike, fingerprint, orthogonalized_over, ranks_of
+from gft.distributed import (
+    ALONE,
+    Ranks,
+    all_reduce_votes,
+    check_alike,
+    fingerprint,
+    orthogonalized_over,
+    ranks_of,
+    sum_over,
+)
 from gft.errors import UsageError, UsageTypeError
 from gft.layers import QuantLayer, layer_of
-from gft.rules import Rounding, Rule, TopK, WeightStep
+from gft.rules import Part, Rounding, Rule, TopK, WeightStep
 from gft.rules.orthogonalize import BOUND
+from gft.settings import check_choice
+from gft.sharding import (
+    check_sharding,
+    column_sums,
+    count_together,
+    is_sharded,
+    orthogonalized_rows,
+    own_rows,
+    part_of,
+    scatter_of,
+)
 from gft.storage import Storage
 from gft.votes import Int8, Sign, Vote, VoteAccumulator, renew
 
@@ -57,6 +77,10 @@ class GFT(Optimizer):
         else this process alone; False: alone in any case. All ranks then take the same steps, to the same bits, and must
         take equally many. It is kept in no state_dict: what n ranks have saved m can load. In the first step each rank
         still rounds x and grad_output on the scale of its own first batch; from then on they share one.
+
+    A param group may have any of these settings but process_group, and one more where fully_shard has shared its weights
+    out: "wire", how votes travel between ranks. "int32" (the default): as they are. "int8": rounded without bias, row by
+    row; a quarter of the bytes.
     """
 
     _process_group: "ProcessGroup | bool | None" = None
@@ -66,20 +90,26 @@ class GFT(Optimizer):
                  seed: int = 0, in_backward: bool = False, process_group: "ProcessGroup | bool | None" = None) -> None:
         self._process_group, self.ranks = process_group, ranks_of(process_group)
         self._accumulators: dict[Tensor, VoteAccumulator] = {}  # the votes on each weight, which its layer owns
-        super().__init__(params, {"lr": lr, "rule": rule, "vote": vote, "seed": seed, "in_backward": in_backward, "step": 0})
+        self._parts: dict[Tensor, Part] = {}  # of the weights whose rows ranks share out: which are this one's
+        super().__init__(params, {"lr": lr, "rule": rule, "vote": vote, "seed": seed, "in_backward": in_backward, "step": 0,
+                                  "wire": "int32"})
 
     # ------------------------------------------------------------------ which weights, by which settings
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train more weights, by settings of their own: {"params": gft.quantized(…), "lr": 0.05}."""
-        settings = {**self.defaults, **param_group, "step": 0}
-        _refuse_loose_settings(param_group)
-        check_settings(settings, self.ranks)
         params = param_group["params"]
         params = [params] if isinstance(params, Tensor) else list(params)
-        for one in params:
-            self._check_weight(one[1] if isinstance(one, tuple) else one, settings["rule"])
-        super().add_param_group({**settings, "params": params})
+        settings = {**self.defaults, **param_group, "params": params, "step": 0}
+        weights = [one[1] if isinstance(one, tuple) else one for one in params]
+        _refuse_loose_settings(param_group)
+        check_settings({**settings, "params": weights}, self.ranks)
+        for weight in weights:
+            self._check_weight(weight, settings["rule"])
+        shared_out = [*self._parts, *filter(is_sharded, weights)]
+        for weight in shared_out:
+            check_sharding(weight, self.ranks, shared_out[0])
+        super().add_param_group(settings)
         self._attach(self.param_groups[-1])
 
     def _check_weight(self, weight: Any, rule: Rule) -> None:
@@ -107,28 +137,32 @@ class GFT(Optimizer):
         """Give each layer of a group an accumulator for its votes, with what state there is."""
         self._reported = self._unreported = 0
         self._compared = False  # with the other ranks
-        new: list[tuple[QuantLayer, VoteAccumulator]] = []
+        new: list[tuple[QuantLayer, Tensor, VoteAccumulator]] = []
         for weight in group["params"]:
             layer = layer_of(weight)
             if layer is None:
                 raise UsageError("a deep copy of weights does not know its layers; build a new optimizer from "
                                  "gft.quantized(model) and give it this one's state_dict")
             group["rule"].storage_for(layer.storage)  # raises where a loaded rule cannot train this weight
-            votes = VoteAccumulator(group["vote"], group["seed"], self._number(layer))
+            votes = VoteAccumulator(group["vote"], group["seed"], self._number(layer, weight))
             votes.layer, votes.optimizer = weakref.ref(layer), weakref.ref(self)
             votes.step, votes.rank, votes.world = group["step"], self.ranks.rank, self.ranks.world
-            votes.in_backward, votes.transposed = group["in_backward"], layer.transposed
+            votes.in_backward, votes.wire, votes.transposed = group["in_backward"], group["wire"], layer.transposed
+            if is_sharded(weight):
+                votes.scatter, self._parts[weight] = scatter_of(weight), part_of(weight)
             for name in RUNNING:
+                if name in self.state[weight] and _is_room(self.state[weight][name]):
+                    del self.state[weight][name]
                 setattr(votes, name, self.state[weight].get(name))
             votes.check_state(layer.inputs, (layer.rows, layer.columns), layer.outputs)
-            new.append((layer, votes))
-        for layer, votes in new:  # all of them, or none
-            layer.votes = self._accumulators[layer.qweight] = votes
+            new.append((layer, weight, votes))
+        for layer, weight, votes in new:  # all of them, or none
+            layer.votes = self._accumulators[weight] = votes
 
-    def _number(self, layer: QuantLayer) -> int:
+    def _number(self, layer: QuantLayer, weight: Tensor) -> int:
         """A layer's number in the random streams: its place in the model; where that is not known, or two models are trained
         together, the next that is free. Saved, so that a resumed run draws the same."""
-        state = self.state[layer.qweight]
+        state = self.state[weight]
         if "number" not in state:
             taken = {other["number"] for other in self.state.values() if "number" in other}
             first = len(taken) if layer.number is None else layer.number
@@ -138,19 +172,19 @@ class GFT(Optimizer):
     def check(self, only: Tensor | None = None) -> None:
         """Check the settings, which a scheduler or a user may have changed, and let the weights be stored as the rules need
         them (inside backward `only` the one whose turn it is: the others are still in use). Called before any moves."""
-        wanted: list[tuple[QuantLayer, VoteAccumulator, Rule, Storage]] = []
+        wanted: list[tuple[QuantLayer, Tensor, Rule, Storage]] = []
         for group in self.param_groups:
             check_settings(group, self.ranks)
             rule = group["rule"]
             for weight in group["params"]:
                 votes = self._accumulators[weight]
-                votes.in_backward = group["in_backward"]
+                votes.in_backward, votes.wire = group["in_backward"], group["wire"]
                 if votes.prepared_for is not rule and (layer := votes.layer()) is not None:
-                    wanted.append((layer, votes, rule, rule.storage_for(layer.storage)))
-        for layer, votes, rule, storage in wanted:
-            if only is None or layer.qweight is only:
-                layer.store_as_(storage)
-                votes.prepared_for = rule
+                    wanted.append((layer, weight, rule, rule.storage_for(layer.storage)))
+        for layer, weight, rule, storage in wanted:
+            if only is None or weight is only:
+                layer.store_as_(storage, own_rows(weight))
+                self._accumulators[weight].prepared_for = rule
 
     def layers(self) -> list[QuantLayer]:
         """The layers whose weights this optimizer trains, as far as they are still there."""
@@ -182,7 +216,7 @@ class GFT(Optimizer):
         self._all_reduce_votes()
         for group in self.param_groups:
             accumulators = [self._accumulators[weight] for weight in group["params"]]
-            self._move([one for one in accumulators if one.votes is not None], group)  # none if moved in backward
+            self._move([weight for weight in group["params"] if self._accumulators[weight].votes is not None], group)
             renew(accumulators)
             for weight, votes in zip(group["params"], accumulators, strict=True):
                 votes.vote, votes.seed = group["vote"], group["seed"]  # not before: votes were cast by the old ones
@@ -193,18 +227,20 @@ class GFT(Optimizer):
         self._report_not_finite()
         return loss
 
-    def _move(self, accumulators: Sequence[VoteAccumulator], group: Mapping[str, Any], call: int = 0) -> None:
-        """Move some weights of a group by their votes, those on one device together."""
+    def _move(self, weights: Sequence[Tensor], group: Mapping[str, Any], call: int = 0, bound: int | None = None) -> None:
+        """Move some weights of a group by their votes, which are none where backward has done it, those on one device
+        together."""
         rule, lr = group["rule"], group["lr"]
-        votes: list[Any] = [one.votes for one in accumulators]
+        votes: list[Any] = [self._accumulators[weight].votes for weight in weights]
         if rule.orthogonalize:
-            votes = orthogonalized_over(self.ranks, votes)
+            bound, votes = BOUND, self._orthogonalized(weights, votes)
         by_device: dict[torch.device, list[tuple[VoteAccumulator, WeightStep]]] = {}
-        for one, beta in zip(accumulators, votes, strict=True):
+        for parameter, beta in zip(weights, votes, strict=True):
+            one, part = self._accumulators[parameter], self._parts.get(parameter)
             if (layer := one.layer()) is not None:
-                bound = BOUND if rule.orthogonalize else one.bound
-                weight = WeightStep(layer.qweight.detach(), beta, bound, layer.storage, layer.scale_number(),
-                                    one.key(0, call), one.second_moment, layer.fan_in)
+                key = one.key(0, call, 0 if part is None else part.first_row * layer.columns)
+                weight = WeightStep(own_rows(parameter), beta, one.bound if bound is None else bound, layer.storage,
+                                    layer.scale_number(), key, one.second_moment, layer.fan_in, part)
                 by_device.setdefault(weight.stored.device, []).append((one, weight))
         for device, some in by_device.items():
             # As a tensor only where a GPU reads it itself.
@@ -215,13 +251,26 @@ class GFT(Optimizer):
                     one.flips = flips if one.flips is None else one.flips + flips
                 one.new_second_moment = second_moment
 
+    def _orthogonalized(self, weights: Sequence[Tensor], votes: Sequence[Tensor]) -> list[Tensor]:
+        parts = [number for number, weight in enumerate(weights) if weight in self._parts]
+        whole = [number for number, weight in enumerate(weights) if weight not in self._parts]
+        results = dict(zip(whole, orthogonalized_over(self.ranks, [votes[number] for number in whole]), strict=True))
+        results |= zip(parts, orthogonalized_rows([votes[number] for number in parts],
+                                                  [weights[number] for number in parts]), strict=True)
+        return [results[number] for number in range(len(weights))]
+
     @torch.no_grad()
-    def move_in_backward(self, weight: Tensor) -> None:
+    def move_in_backward(self, votes: VoteAccumulator) -> None:
         """Move one weight by the votes of the backward pass that is under way, and drop them."""
+        weight, group = next((weight, group) for group in self.param_groups for weight in group["params"]
+                             if self._accumulators[weight] is votes)
         self.check(only=weight)
-        group = next(group for group in self.param_groups if any(weight is other for other in group["params"]))
-        votes = self._accumulators[weight]
-        self._move([votes], group, call=votes.backwards - 1)
+        if weight in self._parts:
+            counts = torch.tensor([votes.tokens, votes.samples], device=weight.device)
+            sum_over(self.ranks, [counts])
+            self._move([weight], group, votes.shared_out - 1, votes.bound_of(*counts.tolist()))  # the host waits for them
+        else:
+            self._move([weight], group, votes.backwards - 1)
         votes.drop_votes()
         if votes.flips is not None:  # until the step; the scratch it may be a view of should not live as long
             votes.flips = votes.flips.clone()
@@ -233,19 +282,23 @@ class GFT(Optimizer):
                              "init_process_group, or pass process_group=False to train alone")
         if self.ranks.world == 1:
             return
+        weights = [weight for weight, votes in self._accumulators.items() if votes.layer() is not None]
         layers = self.layers()
         if not layers:
             raise UsageError("the model whose weights this optimizer trains is gone; keep it in a variable while you train")
         if not self._compared:
             settings = [{key: group[key] for key in self.defaults if key in group} for group in self.param_groups]
-            check_alike(self.ranks, fingerprint(layers, settings), layers[0].qweight.device)
+            number = fingerprint(layers, [column_sums(weight) for weight in weights], settings)
+            check_alike(self.ranks, number, weights[0].device)
             self._compared = True
-        all_reduce_votes(layers, [self.state[layer.qweight] for layer in layers], self.ranks)
+        all_reduce_votes(layers, [self.state[weight] for weight in weights], self.ranks)
 
     def _count_flips(self, group: dict[str, Any]) -> None:
         """Take the step's flips over from the accumulators. In place, as all state is renewed: a captured CUDA graph writes
         where it wrote when it was captured. All layers in one launch or two, where there are launches."""
         moved = []
+        counted = [weight for weight in group["params"] if self._accumulators[weight].flips is not None]
+        count_together([self._accumulators[weight].flips for weight in counted], counted)  # type: ignore[misc]
         for weight in group["params"]:
             state, votes = self.state[weight], self._accumulators[weight]
             if votes.flips is not None:
@@ -309,8 +362,16 @@ class GFT(Optimizer):
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's, with plain numbers and strings in the groups: also where a GPU counts the steps, and of the rules."""
+        """torch's, with plain numbers and strings in the groups: also where a GPU counts the steps, and of the rules.
+
+        Each weight has all that there can be of it, -1 for what there is not yet: torch.distributed.checkpoint reads into
+        tensors that are there, and leaves out the others.
+        """
         state = super().state_dict()
+        for number, votes in enumerate(self._accumulators.values()):
+            layer = votes.layer()
+            if layer is not None:
+                state["state"][number] = _with_room(state["state"].get(number, {}), layer)
         for group in state["param_groups"]:
             group["step"] = int(group["step"])
             group["rule"], group["vote"] = group["rule"].to_dict(), group["vote"].to_dict()
@@ -319,6 +380,10 @@ class GFT(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` gave. Nothing is changed if it does not fit."""
         groups = [self._read_group(group) for group in state_dict["param_groups"]]
+        if any(weight not in state_dict["state"] for group in groups for weight in group["params"]):
+            raise UsageError("this optimizer state_dict has no state of some of its weights, which torch's "
+                             "set_optimizer_state_dict leaves out where they ask for no gradient; give the optimizer itself "
+                             "to torch.distributed.checkpoint (docs/scaling.md)")
         before = super().state_dict()
         try:
             super().load_state_dict({**state_dict, "param_groups": groups})
@@ -341,12 +406,26 @@ class GFT(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # also the last act of load_state_dict
-        self._accumulators = {}
+        self._accumulators, self._parts = {}, {}
         self.ranks = ranks_of(self._process_group)
         for group in self.param_groups:
+            group.setdefault("wire", self.defaults["wire"])  # of a time when there was no choice
             check_settings(group, self.ranks)
         for group in self.param_groups:
             self._attach(group)
+
+
+def _with_room(state: Mapping[str, Any], layer: QuantLayer) -> dict[str, Any]:
+    """A weight's state, with room for what a checkpoint may hold of it."""
+    lengths = zip(RUNNING, (layer.inputs, layer.rows, layer.rows + layer.columns + 1), strict=True)
+    device = layer.qweight.device
+    room: dict[str, Any] = {name: torch.full((length,), -1.0, device=device) for name, length in lengths}
+    room |= {name: torch.zeros((), dtype=torch.int64, device=device) for name in ("flips", "last_flips")}
+    return room | dict(state)
+
+
+def _is_room(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.numel() > 0 and bool((value == -1).all())
 
 
 def _refuse_loose_settings(group: Mapping[str, Any]) -> None:
@@ -368,6 +447,9 @@ def check_settings(group: Mapping[str, Any], ranks: Ranks = ALONE) -> None:
     seed = group["seed"]
     if isinstance(seed, bool) or not (isinstance(seed, int) and 0 <= seed < 2**64):
         raise UsageError(f"seed={seed!r}: give an integer from 0 to 2^64 - 1")
-    if group["in_backward"] and ranks.world > 1:
+    check_choice("wire", group["wire"], ("int32", "int8"))
+    if group["wire"] == "int8" and not all(map(is_sharded, group["params"])):
+        raise UsageError('wire="int8" is for weights that fully_shard has shared out over ranks; leave it out')
+    if group["in_backward"] and ranks.world > 1 and not all(map(is_sharded, group["params"])):
         raise UsageError("in_backward=True moves a layer before the votes of other ranks are there; leave it out, or pass "
                          "process_group=False to train alone")

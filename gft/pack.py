@@ -7,6 +7,7 @@ from torch import nn
 
 from gft.errors import UsageError
 from gft.layers import QuantLayer, quantized_layers
+from gft.sharding import is_sharded
 
 
 def pack_(model: nn.Module) -> nn.Module:
@@ -21,6 +22,9 @@ def pack_(model: nn.Module) -> nn.Module:
     if not layers:
         raise UsageError("no quantized layer in this model; call gft.quantize_(model, bits=…) first")
     for name, layer in layers.items():
+        if is_sharded(layer.qweight):
+            raise UsageError("fully_shard has shared this model's weights out; load its checkpoint into a model that is "
+                             "whole, and call gft.pack_ there")
         if layer.votes is not None and layer.votes.optimizer() is not None:
             raise UsageError(f"{name or type(layer).__name__} is being trained; call the optimizer's release() first")
     for layer in layers.values():

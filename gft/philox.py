@@ -32,12 +32,14 @@ class NoiseKey:
 
     step: a number or, on a GPU, one in its memory (int64), which a captured CUDA graph can count up.
     stream: which layer, and what for (votes.py). call: which use of the layer in this step, and on which rank.
+    first: which element of the whole the first one is, where ranks share out the rows of a weight (sharding.py).
     """
 
     seed: int
     step: int | Tensor
     stream: int
     call: int = 0
+    first: int = 0
 
     def __post_init__(self) -> None:
         known = 0 if isinstance(self.step, Tensor) else self.step  # to look would make the host wait
@@ -80,7 +82,7 @@ def noise16(count: int,  # how many numbers
             offset: int = 0,  # element the first number belongs to
             device: torch.device | str = "cpu") -> Tensor:  # (count,) int32 in 0..65535
     """The 16-bit numbers of elements offset .. offset+count-1."""
-    device = torch.device(device)
+    device, offset = torch.device(device), key.first + offset
     first = offset // PER_COUNTER
     last = -(-(offset + count) // PER_COUNTER)
     if last > 2**32:

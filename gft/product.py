@@ -87,7 +87,9 @@ def backward(layer: Layer, grad_output: Tensor, saved: tuple[Tensor, Tensor, Ten
             # The levels have the gain in them, its derivative has not.
             grad_gain = (along_levels * scale / gain.float()).to(gain.dtype)
         # After grad_input: the error that flows down belongs to the weights of the forward pass.
-        votes.move_in_backward(layer.qweight)
+        votes.move_in_backward()
+    elif layer.votes is not None and not x_shape.numel():
+        layer.votes.abstain((layer.rows, layer.columns), grad_output.device)
     elif layer.training and layer.votes is None:
         layer.warn_untrained()
     return grad_input, grad_gain

@@ -156,6 +156,9 @@ class VoteAccumulator:
         self.rank, self.world = 0, 1  # of this process among those whose votes are summed (distributed.py)
         self.layer: Callable[[], Any] = lambda: None  # weak references: whose votes these are,
         self.optimizer: Callable[[], Any] = lambda: None  # and who moves the weight
+        # Where ranks share out the rows: sums votes over them (sharding.py); with a key, a byte each on the wire.
+        self.scatter: Callable[[Tensor, NoiseKey | None], Tensor] | None = None
+        self.wire = "int32"
         self.in_backward = False  # does it move the weight after each backward pass?
         self.transposed = False  # are the rows of the weight features of x, the columns those of grad_output?
         self.prepared_for: Any = None  # the rule the weight is stored for; None when its bytes have just been loaded
@@ -171,6 +174,7 @@ class VoteAccumulator:
         self.samples = 0  # tokens or, where these have one vote together, sequences
         self.backwards = 0  # backward passes through the layer
         self.pending = 0  # forward passes in training whose backward has not come yet
+        self.shared_out = 0  # backward passes whose votes went to the ranks whose rows they are on: the same on all ranks
         self.recomputed = 0  # those of them that backward itself has run, for activation checkpointing
         self.mean_squares: dict[str, Tensor] = {}  # sums over the backward passes, by the name of the scale
         self.new_second_moment: Tensor | None = None
@@ -180,8 +184,8 @@ class VoteAccumulator:
 
     # ------------------------------------------------------------------ random numbers
 
-    def key(self, purpose: int, call: int) -> NoiseKey:
-        return NoiseKey(self.seed, self.step, 3 * self.number + purpose, call)
+    def key(self, purpose: int, call: int, first: int = 0) -> NoiseKey:
+        return NoiseKey(self.seed, self.step, 3 * self.number + purpose, call, first)
 
     def call(self, use: int) -> int:
         """Tells the noise of uses (micro-batches, or one layer used several times) and of ranks apart."""
@@ -204,7 +208,11 @@ class VoteAccumulator:
     @property
     def bound(self) -> int:
         """No |vote| can be larger."""
-        return self.samples if isinstance(self.vote, Sign) else self.tokens * self.vote.largest**2
+        return self.bound_of(self.tokens, self.samples)
+
+    def bound_of(self, tokens: int, samples: int) -> int:
+        """What no |vote| of so many can exceed."""
+        return samples if isinstance(self.vote, Sign) else tokens * self.vote.largest**2
 
     @property
     def wide(self) -> bool:
@@ -239,8 +247,10 @@ class VoteAccumulator:
         self.backwards += 1
         self.pending, self.recomputed = max(self.pending - 1, 0), max(self.recomputed - 1, 0)
         self.tokens += grad_output.shape[0]
-        if self.votes is not None and self.wide:
-            self.votes = self.votes.to(torch.int64)
+        wide = self.wide if self.scatter is None else grad_output.shape[0] * self.vote.largest**2 >= INT32_BOUND
+        total = self.votes if self.scatter is None else None  # shared-out votes are counted a backward pass at a time
+        if total is not None and wide:
+            total = total.to(torch.int64)
         projection = None
         for rows, x_piece, grad_piece in pieces(q):
             if not rows.start:  # once, however many groups of rows there are
@@ -261,13 +271,38 @@ class VoteAccumulator:
                     part = ops.along_levels(some, levels[of_group], of_rows[of_group],
                                             _repeated(of_columns, of_group, some.shape, shape[0]))
                     projection = part if projection is None else projection + part
-            if self.votes is None and votes.shape == shape:
-                self.votes = votes.to(torch.int64) if self.wide else votes
+            if total is None and votes.shape == shape:
+                total = votes.to(torch.int64) if wide else votes
                 continue
-            if self.votes is None:
-                self.votes = torch.zeros(shape, dtype=torch.int64 if self.wide else torch.int32, device=votes.device)
-            self.votes[rows] += votes
+            if total is None:
+                total = torch.zeros(shape, dtype=torch.int64 if wide else torch.int32, device=votes.device)
+            total[rows] += votes
+        if self.scatter is None:
+            self.votes = total
+        elif total is not None:
+            self._share_out(total, grad_output.shape[0])
         return projection
+
+    def abstain(self, shape: tuple[int, int], device: torch.device) -> None:
+        """Cast no votes in a backward pass without tokens; where ranks share out the rows, the others wait for them."""
+        if self.scatter is not None:
+            self._share_out(torch.zeros(shape, dtype=torch.int32, device=device), 0)
+            self.move_in_backward()
+
+    def _share_out(self, votes: Tensor, tokens: int) -> None:
+        """Hand the votes of one backward pass to the ranks whose rows they are on, and take theirs in."""
+        assert self.scatter is not None
+        most = (INT32_BOUND - 1) // self.world
+        if tokens * self.vote.largest**2 > most:
+            votes = votes.clamp_(-most, most)
+        # Beyond all calls of a step's own noise, which has the same stream.
+        key = self.key(0, (1 << 31) + self.call(self.shared_out)) if self.wire == "int8" else None
+        votes = self.scatter(votes.to(torch.int32), key)
+        if self.votes is not None:
+            total = self.votes.to(torch.int64).add_(votes)
+            votes = total.clamp_(1 - INT32_BOUND, INT32_BOUND - 1).to(torch.int32)
+        self.votes = votes
+        self.shared_out += 1
 
     def _one_vote_a_sequence(self, sequence: int) -> bool:
         return isinstance(self.vote, Sign) and self.vote.per == "sequence" and sequence > 1
@@ -306,11 +341,11 @@ class VoteAccumulator:
 
     # ------------------------------------------------------------------ between steps
 
-    def move_in_backward(self, weight: Tensor) -> None:
+    def move_in_backward(self) -> None:
         """Let the optimizer move the weight at once, if it wants to."""
         optimizer = self.optimizer() if self.in_backward else None
         if optimizer is not None:
-            optimizer.move_in_backward(weight)
+            optimizer.move_in_backward(self)
 
     def set_scale(self, which: str, rms: Tensor | None) -> None:
         """Start a running rms anew."""
@@ -324,7 +359,7 @@ class VoteAccumulator:
     def discard(self) -> None:
         """Forget the votes cast since the last step."""
         self.drop_votes()
-        self.tokens = self.samples = self.backwards = self.pending = self.recomputed = 0
+        self.tokens = self.samples = self.backwards = self.shared_out = self.pending = self.recomputed = 0
         self.mean_squares.clear()
 
     def check_state(self, inputs: int, shape: tuple[int, int], outputs: int | None = None) -> None:

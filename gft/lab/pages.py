@@ -1,4 +1,4 @@
-"""Tables of the documentation, made from results/: no number in them is typed by hand.
+"""Tables of the documentation, made from results/, or computed: no number in them is typed by hand.
 
 A Markdown file marks where a table goes, and everything between the marks is written anew:
 
@@ -6,7 +6,7 @@ A Markdown file marks where a table goes, and everything between the marks is wr
     ...
     <!-- end -->
 
-    gft pages            # rewrite README.md, docs/results.md and docs/benchmarks.md
+    gft pages            # rewrite README.md, docs/results.md, docs/benchmarks.md and docs/scaling.md
     gft pages --check    # change nothing; exit 1 if a file is out of date
 
 `PAGES` says which names there are and which function writes each.
@@ -23,10 +23,11 @@ from typing import Any
 from gft.errors import UsageError
 from gft.files import write_text
 from gft.lab.markdown import table
+from gft.lab.traffic import traffic_table
 
 Row = Mapping[str, Any]  # of a table.json: all runs of one recipe
 ROOT = Path(__file__).resolve().parents[2]
-FILES = ("README.md", "docs/results.md", "docs/benchmarks.md")
+FILES = ("README.md", "docs/results.md", "docs/benchmarks.md", "docs/scaling.md")
 REGION = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n)(?P<body>.*?)(<!-- end -->)", re.DOTALL)
 
 TABLES = {
@@ -328,6 +329,7 @@ PAGES: dict[str, Callable[[Path], str]] = {
     "finetune": finetune,
     "scales": scales,
     "bench": bench,
+    "traffic": lambda results: traffic_table(),
 }
 
 

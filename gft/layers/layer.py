@@ -26,6 +26,7 @@ from gft.errors import UsageError, UsageTypeError
 from gft.initialize import STARTS, fitted_scale, groups_a_row, in_levels, kept_scale, scale_of
 from gft.layers.registry import register
 from gft.product import Product, handle_of, kept_as
+from gft.sharding import all_rows, handed_out, is_sharded, of_first_rank, own_rows
 from gft.storage import Storage, field_bits, unpack_fields
 from gft.votes import VoteAccumulator
 
@@ -56,8 +57,9 @@ class QuantLayer(nn.Module):
         levels = torch.zeros(self.rows, self.columns, dtype=torch.int8, device=device)
         self.qweight = nn.Parameter(storage.store(levels), requires_grad=False)
         groups = groups_a_row(scales, self.columns)
-        self.register_buffer("scale", kept_scale(torch.ones(() if groups is None else (self.rows, groups))).to(device))
-        self.log_gain = nn.Parameter(torch.zeros((), device=device)) if gain else None
+        ones = torch.ones(() if groups is None else (self.rows, groups), device="cpu")
+        self.register_buffer("scale", kept_scale(ones).to(device))
+        self.log_gain = nn.Parameter(torch.zeros(1, device=device)) if gain else None  # fully_shard takes no scalars
         self.bias = nn.Parameter(torch.zeros(self.rows, device=device)) if bias else None
         self._join(None, dtype)
 
@@ -92,19 +94,28 @@ class QuantLayer(nn.Module):
         return self
 
     def start_(self, init: str) -> "QuantLayer":
-        """Draw new levels: "variance", those of a Gaussian of deviation 1/sqrt(inputs); "paper", 90 % zeros, 10 % ±1."""
+        """Draw new levels: "variance", those of a Gaussian of deviation 1/sqrt(inputs); "paper", 90 % zeros, 10 % ±1. Where
+        ranks share out the rows they all must, and the first one's are taken."""
         if init not in STARTS:
             raise UsageError(f"init={init!r}: choose one of {', '.join(STARTS)}")
         if self.qweight.is_meta:  # torch.nn.utils.skip_init: values come later
             return self
         levels, scale = STARTS[init](self.rows, self.columns, self.bits, self.qweight.device)
-        self.qweight.data.copy_(self.storage.store(levels))
-        self.set_scale_(scale)
+        own_rows(self.qweight).copy_(handed_out(self.storage.store(levels), self.qweight))
+        self.set_scale_(of_first_rank(scale, self.qweight))
         return self
 
     def set_scale_(self, scale: Tensor) -> None:  # scalar, or (rows, groups)
         """Give the layer its scale, or its scales, in the type that keeps them."""
         self.scale = kept_scale(scale.expand(self.scale.shape)).to(self.scale.device, copy=True)
+
+    def reset_parameters(self) -> None:
+        """Start anew: torch's name for it, for models that were built on the meta device."""
+        self.start_("variance")
+        with torch.no_grad():
+            for parameter in (self.bias, self.log_gain):
+                if parameter is not None:
+                    parameter.zero_()
 
     # ------------------------------------------------------------------ what linear and convolution do differently
 
@@ -182,12 +193,12 @@ class QuantLayer(nn.Module):
 
     def _levels_by_row(self) -> Tensor:  # (rows, columns) int8
         read = self.storage.exported_levels if exporting() else self.storage.levels
-        return read(self.qweight.detach(), self.columns)
+        return read(all_rows(self.qweight), self.columns)
 
     def float_weight(self) -> Tensor:
         """The float values used in forward: scale · levels, times the gain if there is one."""
         weight = ops.times_factors(self._levels_by_row().float(), self.scale).view(self.float_shape)
-        return weight if self.log_gain is None else weight * self.gain().detach()
+        return weight if self.log_gain is None else weight * all_rows(self.gain())
 
     @property
     def group(self) -> int:
@@ -208,9 +219,12 @@ class QuantLayer(nn.Module):
         assert self.log_gain is not None
         slope = 1 / (self.columns * self.rows**0.5)
         log_gain = self.log_gain * slope + self.log_gain.detach() * (1 - slope)
-        return (log_gain * self.columns**0.5).exp()
+        return (log_gain * self.columns**0.5).exp()[0]
 
     def forward(self, x: Tensor) -> Tensor:
+        if is_sharded(self.qweight):
+            raise UsageError(f"this {type(self).__name__} has only some rows of its weight on this rank; call the module "
+                             "that fully_shard was given, or its unshard() first")
         if not torch.is_floating_point(x):
             raise UsageTypeError(f"{type(self).__name__} takes a float input, not {x.dtype}; convert it with x.float()")
         compiling = torch.compiler.is_compiling()
@@ -276,10 +290,11 @@ class QuantLayer(nn.Module):
         return self._read_scale[2]
 
     @torch.no_grad()
-    def store_as_(self, storage: Storage) -> None:
-        """Change the encoding of the memory; the weight stays where votes have carried it."""
+    def store_as_(self, storage: Storage, stored: Tensor) -> None:
+        """Change the encoding of the memory; the weight, or what rows of it this rank has, stays where votes have carried
+        it."""
         if storage != self.storage:
-            self.qweight.copy_(self.storage.converted(self.qweight, storage))
+            stored.copy_(self.storage.converted(stored, storage))
             self.storage = storage
 
     def change_storage_(self, storage: Storage, stored: Tensor) -> None:
@@ -320,8 +335,9 @@ class QuantLayer(nn.Module):
         if prefix + "qweight" in state_dict:
             state_dict[prefix + "qweight"] = self._as_this_layer(state_dict, prefix)
             self._take_scale_of(state_dict, prefix)
-            if self.log_gain is not None:  # of a time before there were gains
-                state_dict.setdefault(prefix + "log_gain", torch.zeros_like(self.log_gain))
+            if self.log_gain is not None:  # of a time before there were gains, or when they were scalars
+                log_gain = state_dict.setdefault(prefix + "log_gain", torch.zeros_like(self.log_gain))
+                state_dict[prefix + "log_gain"] = log_gain if log_gain.dim() else log_gain.view(1)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _take_scale_of(self, state_dict: dict[str, Any], prefix: str) -> None:

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from gft.sharding import is_sharded
+
 if TYPE_CHECKING:
     from gft.layers.layer import QuantLayer
 
@@ -23,4 +25,7 @@ def layer_of(weight: Any) -> "QuantLayer | None":
     if not isinstance(weight, Tensor) or weight not in _LAYER_OF:
         return None
     layer = _LAYER_OF[weight]()
-    return layer if layer is not None and layer.qweight is weight else None
+    if layer is None or layer.qweight is weight:
+        return layer
+    gathered = is_sharded(weight) and not is_sharded(layer.qweight)  # fully_shard has all rows there for the moment
+    return layer if gathered else None

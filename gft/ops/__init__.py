@@ -5,6 +5,7 @@
                   along_levels, linear                           votes · levels; x, stored levels -> y
     levels        float_levels, pack_fields, unpack_fields       stored bytes -> numbers, and back
     rounding      rounding_plan, round_weights, round_many       votes -> plan -> moved weights
+                  sums_of_squares, round_some_rows               the same where ranks have some rows each
     topk          kth_largest, topk_weights                      the same by the paper's rule
 
 They are functions of tensors and of three values (Storage, NoiseKey, a plan) and know nothing of models or optimizers.
@@ -23,11 +24,20 @@ from gft.ops.products import (
     sequence_votes_and_counts,
     votes_product,
 )
-from gft.ops.rounding import Rounded, RoundingJob, RoundingPlan, round_many, round_weights, rounding_plan
-from gft.ops.topk import TopKPlan, kth_largest, topk_plan, topk_weights
+from gft.ops.rounding import (
+    Rounded,
+    RoundingJob,
+    RoundingPlan,
+    round_many,
+    round_some_rows,
+    round_weights,
+    rounding_plan,
+    sums_of_squares,
+)
+from gft.ops.topk import TopKPlan, kth_largest, topk_plan, topk_plan_of_rows, topk_weights
 
-__all__ = ["Operation", "Quantized", "Rounded", "RoundingJob", "RoundingPlan", "TopKPlan", "along_levels",
-           "float_levels", "grouped_votes_product", "kth_largest", "linear", "mean_square", "pack_fields", "quantize",
-           "round_many", "round_weights", "rounding_plan", "scaled_matmul", "sequence_votes",
-           "sequence_votes_and_counts", "times_factors", "tokens_last", "topk_plan", "topk_weights", "twins",
-           "unpack_fields", "votes_product"]
+__all__ = ["Operation", "Quantized", "Rounded", "RoundingJob", "RoundingPlan", "TopKPlan", "along_levels", "float_levels",
+           "grouped_votes_product", "kth_largest", "linear", "mean_square", "pack_fields", "quantize", "round_many",
+           "round_some_rows", "round_weights", "rounding_plan", "scaled_matmul", "sequence_votes",
+           "sequence_votes_and_counts", "sums_of_squares", "times_factors", "tokens_last", "topk_plan", "topk_plan_of_rows",
+           "topk_weights", "twins", "unpack_fields", "votes_product"]

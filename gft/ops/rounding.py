@@ -9,7 +9,7 @@ integers, or rounded once in float, so that every device gives the same bits.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -40,11 +40,13 @@ class RoundingJob:
     follow: int = FOLLOW_ALL  # chance of a level to follow where votes have carried it, in 1/256
     running: Tensor | None = None  # (rows + columns + 1,) float32: running second moments, None at first
     rescale_step: bool = False  # rows and columns by the running moments, but the step as a whole by its own
+    rows: int | None = None  # of the whole weight, where `stored` and `votes` are some rows of it; None: they are all
 
     @property
     def shift(self) -> int:
         """Bits to take off |votes| <= bound, so that the squares of a row or a column add up in int64."""
-        return max(0, -(-(2 * self.bound.bit_length() + max(self.votes.shape).bit_length() - 63) // 2))
+        longest = max(self.votes.shape if self.rows is None else (self.rows, self.votes.shape[1]))
+        return max(0, -(-(2 * self.bound.bit_length() + longest.bit_length() - 63) // 2))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -82,10 +84,12 @@ def share_of_newest(step: int | Tensor) -> float | Tensor:
     return 2.0 ** -min((step + 1).bit_length() - 1, MOST_HALVINGS)
 
 
-def _sums_of_squares(votes: Tensor, shift: int) -> tuple[Tensor, Tensor]:
-    """Sums of (votes >> shift)² by row and by column, int64. Integer sums do not depend on their order."""
+@operation
+def sums_of_squares(votes: Tensor,  # (rows, columns) int32 or int64
+                    shift: int) -> Tensor:  # (rows + columns,) int64
+    """Sums of (votes >> shift)² by row, then by column. Integer sums do not depend on their order, nor on who adds them."""
     squares = (votes >> shift).to(torch.int64).square_()
-    return squares.sum(1), squares.sum(0)
+    return torch.cat([squares.sum(1), squares.sum(0)])
 
 
 def _sum_as_double(numbers: Tensor) -> Tensor:
@@ -97,10 +101,18 @@ def _sum_as_double(numbers: Tensor) -> Tensor:
 @operation
 def rounding_plan(job: RoundingJob, lr: float | Tensor) -> tuple[RoundingPlan, Tensor]:  # and the renewed second moments
     """1/sqrt of the second moments of rows and columns, as the two float factors of every move."""
-    votes, shift = job.votes, job.shift
+    return plan_of_sums(sums_of_squares.definition(job.votes, job.shift), job, lr)
+
+
+def plan_of_sums(sums: Tensor,  # (rows + columns,) sums_of_squares of the whole weight
+                 job: RoundingJob,
+                 lr: float | Tensor) -> tuple[RoundingPlan, Tensor]:
+    """The plan of the whole weight, of which the job may have but some rows."""
+    shift, features = job.shift, job.votes.shape[1]
     size = torch.as_tensor(lr, dtype=torch.float32) * job.lr_scale
     size = size if size.is_cuda else size.item()
-    (row, column), (out, features) = _sums_of_squares(votes, shift), votes.shape
+    out = len(sums) - features
+    row, column = sums.split([out, features])
     total = _sum_as_double(row) / max(out * features, 1)
     mean = torch.cat([row.double() / max(features, 1), column.double() / max(out, 1), total.view(1)]) * 4.0**shift
     own = mean[-1].float().double().sqrt()
@@ -132,6 +144,16 @@ def round_weights(stored: Tensor,  # (rows, bytes) uint8 or (rows, columns) int8
         return rounded_values(old, votes[rows], noise, storage, plan, plan.row[rows])
 
     return move_rows(stored, votes.shape[1], storage, key, new_values)
+
+
+def round_some_rows(sums: Tensor,  # (rows + columns,) sums_of_squares of the whole weight
+                    job: RoundingJob,  # of some rows, whose first the key knows
+                    lr: float | Tensor) -> Rounded:
+    """A step of some rows of a weight: they move as they do in a step of all. The second moments are of all."""
+    plan, moments = plan_of_sums(sums, job, lr)
+    first = job.key.first // max(job.votes.shape[1], 1)
+    plan = replace(plan, row=plan.row[first : first + len(job.votes)])
+    return Rounded(round_weights(job.stored, job.votes, job.storage, plan, job.key), moments)
 
 
 def rounded_values(values: Tensor,  # (rows, columns) int8

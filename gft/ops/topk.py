@@ -5,6 +5,7 @@
     w <- clip(w - sign(votes), -I, I)      with chance p, inside K
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +52,27 @@ def topk_plan(votes: Tensor, k: float | Tensor, bound: int | None = None, p_min:
     largest = votes.abs().max().to(torch.int64)
     least = kth_largest(votes, int(largest) if bound is None else bound, count)
     return TopKPlan(torch.where(count > 0, least, largest + 1) if isinstance(count, Tensor) else least, largest, p_min)
+
+
+def topk_plan_of_rows(votes: Tensor,  # some rows of a weight
+                      k: float | Tensor,
+                      elements: int,  # of the whole weight
+                      bound: int,
+                      add_up: Callable[[Tensor], None]) -> TopKPlan | None:
+    """`topk_plan` where the other rows are elsewhere: `add_up` adds counts to those of all other rows, in place. Bit by
+    bit, as `kth_largest`, for the least and for the largest at once."""
+    count = (k.double() * elements).round() if isinstance(k, Tensor) else round(k * elements)
+    if not isinstance(count, Tensor) and count == 0:
+        return None
+    sizes, found = votes.abs(), torch.zeros(2, dtype=torch.int64, device=votes.device)
+    wanted = torch.stack([torch.as_tensor(count, device=votes.device).long(), torch.ones_like(found[0])])
+    for bit in reversed(range(bound.bit_length())):
+        higher = found + (1 << bit)
+        reached = torch.stack([(sizes >= each).sum() for each in higher])
+        add_up(reached)
+        found = torch.where(reached >= wanted, higher, found)
+    least, largest = found
+    return TopKPlan(torch.where(wanted[0] > 0, least, largest + 1), largest)
 
 
 def chances(votes: Tensor,  # some rows

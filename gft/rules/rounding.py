@@ -23,7 +23,7 @@ From lr to a moved weight:  GFT.step -> Rounding.step -> lr_scale (below) -> ops
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -33,8 +33,8 @@ from torch import Tensor
 from gft import ops
 from gft.errors import UsageError
 from gft.initialize import SPACING
-from gft.ops.rounding import FOLLOW_ALL, ONE, RoundingJob
-from gft.rules.rule import Rule, StepResult, WeightStep
+from gft.ops.rounding import FOLLOW_ALL, ONE, Rounded, RoundingJob
+from gft.rules.rule import Part, Rule, StepResult, WeightStep
 from gft.settings import check_choice, check_number
 from gft.storage import Storage
 
@@ -113,15 +113,38 @@ class Rounding(Rule):
         runs = self._keeps_second_moment(storage)
         return RoundingJob(weight.stored, weight.votes, storage, weight.key,
                            lr_scale(levels, storage.resolution, threshold), weight.bound, threshold, self.follow,
-                           weight.second_moment if runs else None, rescale_step=runs and not storage.memory_bits)
+                           weight.second_moment if runs else None, rescale_step=runs and not storage.memory_bits,
+                           rows=None if weight.part is None else weight.part.rows)
 
     def step(self, weights: Sequence[WeightStep], lr: float | Tensor) -> list[StepResult]:
-        results = ops.round_many([self.job(weight) for weight in weights], lr)
+        jobs = [self.job(weight) for weight in weights]
+        whole = [number for number, weight in enumerate(weights) if weight.part is None]
+        moved = dict(zip(whole, ops.round_many([jobs[number] for number in whole], lr), strict=True)) if whole else {}
+        parts = [number for number in range(len(weights)) if number not in moved]
+        moved |= zip(parts, _round_parts([(jobs[number], weights[number].part) for number in parts], lr), strict=True)
+        results = [moved[number] for number in range(len(weights))]
         return [StepResult(result.flips, result.second_moment if self._keeps_second_moment(weight.storage) else None)
                 for weight, result in zip(weights, results, strict=True)]
 
     def _keeps_second_moment(self, storage: Storage) -> bool:
         return storage.memory_bits > 0 or self.second_moment == "running"
+
+
+def _round_parts(some: Sequence[tuple[RoundingJob, Part | None]], lr: float | Tensor) -> Iterator[Rounded]:
+    """Move the rows that this rank has of some weights. Of the whole it must know sums of squares only: of its own rows
+    and, of all rows, by column."""
+    sums = []
+    for job, part in some:
+        assert part is not None
+        own, columns = ops.sums_of_squares(job.votes, job.shift), job.votes.shape[1]
+        whole = own.new_zeros(part.rows + columns)
+        whole[part.first_row : part.first_row + len(job.votes)] = own[: len(job.votes)]
+        whole[part.rows :] = own[len(job.votes) :]
+        sums.append(whole)
+    if some and some[0][1] is not None:
+        some[0][1].add_up(sums)  # of all weights at once
+    for (job, _), whole in zip(some, sums, strict=True):
+        yield ops.round_some_rows(whole, job, lr)
 
 
 def levels_per_step(scale: float, bits: int, inputs: int) -> float:

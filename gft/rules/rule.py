@@ -17,7 +17,7 @@ A rule is a frozen dataclass with three methods. A toy rule fits in one file:
     gft.GFT(gft.quantized(model), rule=Always())
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -27,6 +27,14 @@ from torch import Tensor
 from gft.philox import NoiseKey
 from gft.settings import Setting, check_number
 from gft.storage import Storage
+
+
+class Part(NamedTuple):
+    """Which rows of a weight these are, where ranks share them out, and how to learn of the rest."""
+
+    first_row: int
+    rows: int  # of the whole weight
+    add_up: Callable[[Sequence[Tensor]], None]  # sums tensors over the ranks, in place: all must call it alike
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -41,6 +49,7 @@ class WeightStep:
     key: NoiseKey  # this weight's random numbers in this step
     second_moment: Tensor | None = None  # (rows + columns + 1,) what the rule has returned in the step before
     fan_in: int | None = None  # how many products an output sums; None: as many as there are columns
+    part: Part | None = None  # where `stored` and `votes` are some rows only; key and second_moment are of the whole
 
     def levels(self) -> Tensor:
         """(rows, columns) int8."""

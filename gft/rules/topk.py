@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
 
 from gft import ops
 from gft.ops.rounding import ONE
+from gft.ops.topk import TopKPlan
 from gft.rules.rule import Rule, StepResult, WeightStep
 from gft.settings import check_number
 
@@ -31,12 +32,21 @@ class TopK(Rule):
         return [self._step(weight, lr) for weight in weights]
 
     def _step(self, weight: WeightStep, k: float | Tensor) -> StepResult:
-        # A look at the largest vote would make the host wait for a GPU; a bound on it costs a few passes more instead.
-        bound = weight.bound if weight.stored.is_cuda else None
-        plan = ops.topk_plan(weight.votes, k, bound, least_chance(self.p_min))
+        plan = self._plan(weight, k)
         if plan is None:
             return StepResult(None)
+        plan = replace(plan, p_min=least_chance(self.p_min))
         return StepResult(ops.topk_weights(weight.stored, weight.votes, weight.storage, plan, weight.key))
+
+
+    def _plan(self, weight: WeightStep, k: float | Tensor) -> TopKPlan | None:
+        part = weight.part
+        if part is None:
+            # A look at the largest vote would make the host wait for a GPU; a bound on it costs a few passes more instead.
+            return ops.topk_plan(weight.votes, k, weight.bound if weight.stored.is_cuda else None)
+        # Ranks have some rows each: a small sum over them for each bit of the bound.
+        elements = part.rows * weight.votes.shape[1]
+        return ops.topk_plan_of_rows(weight.votes, k, elements, weight.bound, lambda counts: part.add_up([counts]))
 
 
 def least_chance(p_min: float) -> int:

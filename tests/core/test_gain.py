@@ -55,7 +55,7 @@ def gradients_of(layer: nn.Module, x: torch.Tensor, vote: gft.votes.Vote, seeds:
         layer.log_gain.grad = None
         optimizer = gft.GFT(gft.quantized(layer), vote=vote, seed=seed)
         layer(x).backward(grad_output)
-        found.append(layer.log_gain.grad)
+        found.append(layer.log_gain.grad[0])
         optimizer.release()
     return torch.stack(found), (product * grad_output).sum() / (layer.rows * layer.columns) ** 0.5
 

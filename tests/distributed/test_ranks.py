@@ -10,6 +10,7 @@ from gft import distributed, optim
 from gft.capture import waits_for_others
 from gft.distributed import ALONE, Counts, Ranks, buckets, counts_of, fingerprint, ranks_of
 from gft.layers import quantized_layers
+from gft.sharding import column_sums
 from gft.votes import VoteAccumulator
 
 TWO = Ranks(1, 2)
@@ -66,7 +67,8 @@ def test_fingerprints_differ_by_weight_order_and_setting():
         model = integer_net(seed=seed)
         if swap:
             model[0].qweight.data = model[0].qweight.data.flip(1)
-        return fingerprint(quantized_layers(model).values(), [{"lr": 0.1, "seed": 3, **settings}])
+        layers = quantized_layers(model).values()
+        return fingerprint(layers, [column_sums(layer.qweight) for layer in layers], [{"lr": 0.1, "seed": 3, **settings}])
 
     assert number() == number() == number(lr=torch.tensor(0.1, dtype=torch.float64))
     assert len({number(), number(seed=1), number(swap=True), number(lr=0.2), number(step=1)}) == 5
@@ -96,3 +98,16 @@ def test_graphs_and_moves_in_backward_are_refused_on_several_ranks(monkeypatch, 
     assert waits_for_others(gft.Hybrid(gft.GFT(gft.quantized(integer_net())), dense))
     assert not waits_for_others(gft.Hybrid(gft.GFT(gft.quantized(integer_net()), process_group=False), dense))
     assert not waits_for_others(dense)
+
+
+def test_a_layer_that_some_ranks_leave_out_cannot_be_shared_out(refuses):
+    model = integer_net()
+    optimizer = gft.GFT(gft.quantized(model))
+    for layer in quantized_layers(model).values():
+        layer.votes.scatter = lambda votes, key: votes
+    layers = list(quantized_layers(model).values())
+    none, some = Counts(0, 0, 0, 0, 0, 0, 0), Counts(7, 7, 1, 1, 4, 1, 3)
+    distributed._sum_votes(layers, [none] * len(layers), TWO)
+    with refuses(gft.UsageError, "1 of 2 ranks have used a layer.*same layers on every rank"):
+        distributed._sum_votes(layers, [none] * (len(layers) - 1) + [some], TWO)
+    del optimizer

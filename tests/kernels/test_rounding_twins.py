@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from kernel_cases import (
 
 from gft import ops
 from gft.errors import UsageError
+from gft.ops.rounding import plan_of_sums
 from gft.storage import Storage
 
 INT32, INT64 = torch.int32, torch.int64
@@ -58,6 +60,51 @@ def test_weights_move_as_the_definition_says(backend, storage, shape, dtype, set
         assert int(backend.round_weights(new, there.votes, storage, some_plan, KEY)) == int(flips) > 0
         assert torch.equal(new.cpu(), expected)
     assert_on_the_grid(expected, storage, shape[1])
+
+
+@pytest.mark.parametrize(("storage", "shape", "dtype", "settings"), JOBS)
+def test_rows_that_are_shared_out_move_as_the_whole_does(backend, storage, shape, dtype, settings):
+    """As ranks have them: sums of squares are added up, random numbers are those of the whole."""
+    job, (rows, columns) = random_job(storage, shape, dtype, **settings), shape
+    expected, moments, flips = rounded_by_definition(job, 0.8)
+    cuts = sorted({0, rows // 3, rows - rows // 4, rows})
+    sums = torch.zeros(rows + columns, dtype=INT64)
+    for start, stop in pairwise(cuts):
+        some = backend.sums_of_squares(job.votes[start:stop].to(backend.device), job.shift).cpu()
+        sums[start:stop] += some[: stop - start]
+        sums[rows:] += some[stop - start :]
+    assert torch.equal(sums, ops.sums_of_squares.definition(job.votes, job.shift))
+    plan, got_moments = plan_of_sums(sums, replace(job, votes=job.votes[:1], rows=rows), 0.8)
+    assert torch.equal(got_moments, moments)
+    for start, stop in pairwise(cuts):
+        there = on(backend.device, replace(job, stored=job.stored[start:stop], votes=job.votes[start:stop]))
+        own = on(backend.device, replace(plan, row=plan.row[start:stop]))
+        flips -= int(backend.round_weights(there.stored, there.votes, storage, own, replace(KEY, first=start * columns)))
+        assert torch.equal(there.stored.cpu(), expected[start:stop])
+    assert flips == 0
+
+
+def test_some_rows_are_moved_by_the_plan_of_the_whole():
+    job = random_job(Storage(4), (9, 24), running=True)
+    expected, moments, _ = rounded_by_definition(job, 0.8)
+    sums = ops.sums_of_squares(job.votes, job.shift)
+    for start, stop in ((0, 5), (5, 5), (5, 9)):
+        some = replace(job, stored=job.stored[start:stop].clone(), votes=job.votes[start:stop], rows=9,
+                       key=replace(KEY, first=start * 24))
+        assert torch.equal(ops.round_some_rows(sums, some, 0.8).second_moment, moments)
+        assert torch.equal(some.stored, expected[start:stop])
+
+
+def test_random_numbers_beyond_32_bits_are_those_of_the_definition(backend):
+    """In the last rows of a very large weight."""
+    for shape in ((3, 64), (3, 20)):
+        job = random_job(Storage(4), shape)
+        key = replace(KEY, first=2**34 + 5 * shape[1] - 2**34 % shape[1])
+        plan, expected = ops.rounding_plan.definition(job, 0.8)[0], job.stored.clone()
+        ops.round_weights.definition(expected, job.votes, job.storage, plan, key)
+        there = on(backend.device, job)
+        backend.round_weights(there.stored, there.votes, job.storage, on(backend.device, plan), key)
+        assert torch.equal(there.stored.cpu(), expected)
 
 
 @pytest.mark.parametrize("step", [0, 1, 6, 300])

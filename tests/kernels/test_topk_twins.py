@@ -33,6 +33,29 @@ def test_weights_move_as_the_definition_says(backend, storage, shape, dtype, k, 
     assert_on_the_grid(expected, storage, shape[1])
 
 
+@pytest.mark.parametrize(("storage", "shape", "dtype", "k", "p_min"), CASES)
+def test_rows_that_are_shared_out_move_as_the_whole_does(backend, storage, shape, dtype, k, p_min):
+    (rows, columns), stored, votes = shape, random_stored(storage, shape), random_votes(shape, dtype)
+    plan, expected = ops.topk_plan(votes, k, p_min=p_min), stored.clone()
+    ops.topk_weights.definition(expected, votes, storage, plan, KEY)
+
+    def add_up(reached):  # the second rank's, which has come as far
+        reached += torch.stack([(votes[cut:].abs() >= each).sum() for each in asked.pop(0)])
+
+    cut, asked, found = rows // 3, [], torch.zeros(2, dtype=torch.int64)
+    for bit in reversed(range(int(votes.abs().max()).bit_length())):
+        asked.append(found + (1 << bit))
+        reached = torch.stack([(votes.abs() >= each).sum() for each in asked[-1]])
+        found = torch.where(reached >= torch.tensor([round(k * votes.numel()), 1]), asked[-1], found)
+    got = ops.topk_plan_of_rows(votes[:cut], k, votes.numel(), int(votes.abs().max()), add_up)
+    assert (int(got.least), int(got.largest)) == (int(plan.least), int(plan.largest))
+    for some, first in ((slice(cut), 0), (slice(cut, rows), cut)):
+        new = stored[some].to(backend.device, copy=True)
+        backend.topk_weights(new, votes[some].to(backend.device), storage, on(backend.device, plan),
+                             replace(KEY, first=first * columns))
+        assert torch.equal(new.cpu(), expected[some])
+
+
 def test_weights_move_alike_where_all_votes_are_equal_or_none_is_chosen(backend):
     storage, votes = Storage(4), torch.full((9, 24), -7, dtype=torch.int32)
     stored = random_stored(storage, votes.shape)

@@ -39,7 +39,7 @@ def twins() -> dict[str, Callable[..., Any]]:
     """The operations that C does, by name; none where it cannot be built."""
     if library() is None:
         return {}
-    offered = (quantize, float_levels, votes_product, rounding_plan, round_weights, topk_weights)
+    offered = (quantize, float_levels, votes_product, sums_of_squares, rounding_plan, round_weights, topk_weights)
     return {function.__name__: function for function in offered}
 
 
@@ -204,27 +204,36 @@ def _as_int32(whole: Tensor) -> Tensor:  # float32, contiguous, whole numbers
 # ---------------------------------------------------------------------------------------------------- moving weights
 
 
+def sums_of_squares(votes: Tensor, shift: int) -> Tensor:
+    """Sum the squares of votes by row and by column (rounding.sums_of_squares)."""
+    checks.check_matrix("the votes", votes)
+    if not checks.are_votes(votes):
+        return NotImplemented
+    votes, functions, (rows, columns) = votes.contiguous(), _functions(), votes.shape
+    by_row = torch.empty(rows, dtype=torch.int64)
+
+    def work(start: int, stop: int) -> Tensor:
+        by_column = torch.zeros(columns, dtype=torch.int64)
+        functions.gft_squares(votes.data_ptr(), votes.dtype is torch.int64, by_row.data_ptr(), by_column.data_ptr(),
+                              start, stop, columns, shift)
+        return by_column
+
+    by_column = torch.stack(_side_by_side(work, rows, votes.numel())).sum(0)
+    return torch.cat([by_row, by_column])
+
+
 def rounding_plan(job: RoundingJob, lr: float | Tensor) -> tuple[RoundingPlan, Tensor]:
     """Normalise votes by row and column (rounding.rounding_plan)."""
     checks.check_job(job, lr)
     if not checks.are_votes(job.votes) or (isinstance(lr, Tensor) and lr.is_cuda):
         return NotImplemented
     size = (torch.as_tensor(lr, dtype=torch.float32) * job.lr_scale).item()
-    votes, functions = job.votes.contiguous(), _functions()
-    rows, columns = votes.shape
-    by_row = torch.empty(rows, dtype=torch.int64)
-
-    def work(start: int, stop: int) -> Tensor:
-        by_column = torch.zeros(columns, dtype=torch.int64)
-        functions.gft_squares(votes.data_ptr(), votes.dtype is torch.int64, by_row.data_ptr(), by_column.data_ptr(),
-                              start, stop, columns, job.shift)
-        return by_column
-
-    by_column = torch.stack(_side_by_side(work, rows, votes.numel())).sum(0)
+    rows, columns = job.votes.shape
+    by_row, by_column = sums_of_squares(job.votes, job.shift).split([rows, columns])
     row, column = (torch.empty(shape, dtype=torch.float32) for shape in ((rows, 1), (1, columns)))
     moments = torch.zeros(rows + columns + 1) if job.running is None else job.running.clone()
     how = CMoments(share=share_of_newest(int(job.key.step)), size=size, shift=job.shift, rescale_step=job.rescale_step)
-    functions.gft_factors(by_row.data_ptr(), by_column.data_ptr(), rows, columns, how, moments.data_ptr(), row.data_ptr(),
+    _functions().gft_factors(by_row.data_ptr(), by_column.data_ptr(), rows, columns, how, moments.data_ptr(), row.data_ptr(),
                           column.data_ptr())
     return RoundingPlan(row, column, CLIP * size, job.threshold, job.follow), moments
 
@@ -233,7 +242,7 @@ def round_weights(stored: Tensor, votes: Tensor, storage: Storage, plan: Roundin
     """Move a stored weight by stochastic rounding, in place (rounding.round_weights)."""
     checks.check_weight(stored, votes, storage)
     checks.check_factors(plan, votes)
-    if not checks.are_votes(votes) or not stored.is_contiguous():
+    if not checks.are_votes(votes, key.first) or not stored.is_contiguous():
         return NotImplemented
     plan = replace(plan, row=plan.row.contiguous(), column=plan.column.contiguous())
     return _moved(_functions().gft_round, stored, votes, (c_storage(storage), filled(CRoundingPlan, plan), c_key(key)))
@@ -243,7 +252,7 @@ def topk_weights(stored: Tensor, votes: Tensor, storage: Storage, plan: TopKPlan
     """Move the weights with the largest votes one level, in place (topk.topk_weights)."""
     checks.check_weight(stored, votes, storage)
     checks.check_choice(plan, votes)
-    if not checks.are_votes(votes) or not stored.is_contiguous():
+    if not checks.are_votes(votes, key.first) or not stored.is_contiguous():
         return NotImplemented
     return _moved(_functions().gft_topk, stored, votes, (c_storage(storage), filled(CTopKPlan, plan), c_key(key)))
 

@@ -26,7 +26,8 @@ class CStorage(ctypes.Structure):
 class CKey(ctypes.Structure):
     """Which random numbers: philox.NoiseKey."""
 
-    _fields_ = [("seed", ctypes.c_uint64), ("step", ctypes.c_uint32), ("stream", ctypes.c_uint32), ("call", ctypes.c_uint32)]
+    _fields_ = [*((name, ctypes.c_uint64) for name in ("seed", "first")),
+                *((name, ctypes.c_uint32) for name in ("step", "stream", "call"))]
 
 
 class CRoundingPlan(ctypes.Structure):

@@ -22,7 +22,7 @@
 
 /* philox.NoiseKey: which random numbers. */
 typedef struct {
-    uint64_t seed;
+    uint64_t seed, first; /* element of the whole */
     uint32_t step, stream, call;
 } NoiseKey;
 
@@ -112,6 +112,7 @@ static void noise_of_counters(uint16_t *out, uint64_t first, int count, NoiseKey
 
 /* Noise of `count` elements from `first` on, at most BLOCK of them; `room` holds ROOM. Returns where it begins. */
 static const uint16_t *noise_of(uint16_t *room, int64_t first, int count, NoiseKey key) {
+    first += (int64_t)key.first;
     int lead = (int)(first % 8);
     noise_of_counters(room, (uint64_t)(first / 8), (lead + count + 7) / 8, key);
     return room + lead;

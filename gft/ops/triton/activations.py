@@ -144,7 +144,7 @@ def quantize(values: Tensor, factors: Tensor | None, largest: int, key: NoiseKey
     """Round x or grad_output to int8 (activations.quantize). q lies in memory feature by feature; squares are summed in a
     fixed order."""
     checks.check_values(values, factors, not_finite)
-    if values.dtype not in checks.FLOATS or not 0 < values.numel() <= checks.MOST_ELEMENTS:
+    if values.dtype not in checks.FLOATS or not 0 < values.numel() <= checks.MOST_ELEMENTS or key.first:
         return NotImplemented
     values, (tokens, features) = values.contiguous(), values.shape
 

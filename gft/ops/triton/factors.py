@@ -107,6 +107,35 @@ def stride_of(rows: int, columns: int) -> int:
     return triton.cdiv(rows + columns + 3, 16) * 16
 
 
+def _square(votes: Sequence[Tensor],  # of one shape and type, contiguous
+            sums: Tensor,  # (votes · stride,) int64, all 0, and nothing launched since they were cleared
+            shift: int) -> bool:  # did it begin early?
+    (rows, columns), first = votes[0].shape, votes[0]
+    # A program that goes on to the rows below saves atomics; but all of the GPU should have work.
+    at_once = SQUARES_WARPS * SQUARES_ROWS, SQUARES_WIDTH * 128
+    times = len(votes) * first.numel() // (PROGRAMS * at_once[0] * at_once[1])
+    times = 1 << min(max(times, 1), MOST_TIMES).bit_length() - 1
+    grid = triton.cdiv(rows, at_once[0] * times) * triton.cdiv(columns, at_once[1]), len(votes)
+    early = overlaps(first)
+    with torch.cuda.device_of(first):
+        _squares_kernel[grid](padded(votes), sums, stride_of(rows, columns), rows, columns, shift,
+                              SHIFTED=shift > 0 or first.dtype is torch.int64, WARPS=SQUARES_WARPS, ROWS=SQUARES_ROWS,
+                              WIDTH=SQUARES_WIDTH, TIMES=times, OVERLAPS=early, num_warps=SQUARES_WARPS,
+                              **launched_early(early))
+    return early
+
+
+def sums_of_squares(votes: Tensor, shift: int) -> Tensor:
+    """Sum the squares of votes by row and by column (rounding.sums_of_squares)."""
+    checks.check_matrix("the votes", votes)
+    if not checks.are_votes(votes):
+        return NotImplemented
+    votes, (rows, columns) = votes.contiguous(), votes.shape
+    sums = torch.zeros(stride_of(rows, columns), dtype=torch.int64, device=votes.device)
+    _square([votes], sums, shift)
+    return sums[2 : 2 + rows + columns]
+
+
 def factors_of(jobs: Sequence[RoundingJob],  # of one kind, their votes contiguous
                sums: Tensor,  # (jobs · stride,) int64, all 0: scratch
                lr: float | Tensor) -> tuple[Tensor, Tensor]:  # (jobs, stride) float32
@@ -118,17 +147,8 @@ def factors_of(jobs: Sequence[RoundingJob],  # of one kind, their votes contiguo
     (rows, columns), first, stride = votes[0].shape, votes[0], stride_of(*votes[0].shape)
     factors, moments = torch.empty(2, len(jobs), stride, dtype=torch.float32, device=first.device).unbind()
     running = [job.running.contiguous() for job in jobs if job.running is not None] or [moments]
-    # A program that goes on to the rows below saves atomics; but all of the GPU should have work.
-    at_once = SQUARES_WARPS * SQUARES_ROWS, SQUARES_WIDTH * 128
-    times = len(votes) * first.numel() // (PROGRAMS * at_once[0] * at_once[1])
-    times = 1 << min(max(times, 1), MOST_TIMES).bit_length() - 1
-    grid = triton.cdiv(rows, at_once[0] * times) * triton.cdiv(columns, at_once[1]), len(votes)
-    early = overlaps(first)
+    early = _square(votes, sums, job.shift)
     with torch.cuda.device_of(first):
-        _squares_kernel[grid](padded(votes), sums, stride, rows, columns, job.shift,
-                              SHIFTED=job.shift > 0 or first.dtype is torch.int64, WARPS=SQUARES_WARPS, ROWS=SQUARES_ROWS,
-                              WIDTH=SQUARES_WIDTH, TIMES=times, OVERLAPS=early, num_warps=SQUARES_WARPS,
-                              **launched_early(early))
         _factors_kernel[(triton.cdiv(rows + columns + 1, FACTORS_BLOCK), len(votes))](
             sums, padded(running), on_device(job.key.step, first), moments, factors,
             stride, rows, columns, on_device(lr, first) if isinstance(lr, Tensor) else lr,

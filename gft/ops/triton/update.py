@@ -71,10 +71,10 @@ def _fields_set(word, WIDTH: tl.constexpr):
     return (word * 0x11111111 >> 28).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=[*KEY, "threshold_share", "p_min", "follow"])
+@triton.jit(do_not_specialize=[*KEY, "noise_first", "threshold_share", "p_min", "follow"])
 def _move_kernel(stored, votes, flips, stride, rows, columns, bytes_a_row,
                  row_factor, column_factor, cap, threshold_share, follow, least, largest, p_min,  # a plan's
-                 seed, step, noise_stream, call,
+                 seed, step, noise_stream, call, noise_first,
                  TOPK: tl.constexpr, THRESHOLD: tl.constexpr, PACKED: tl.constexpr, WIDTH: tl.constexpr,
                  LARGEST: tl.constexpr, MEMORY_BITS: tl.constexpr, SPARE_BITS: tl.constexpr, INERTIA: tl.constexpr,
                  BY_EIGHTS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, EIGHTHS: tl.constexpr,
@@ -111,6 +111,7 @@ def _move_kernel(stored, votes, flips, stride, rows, columns, bytes_a_row,
         word = tl.load(here, mask=inside).to(WORD)
         vote = load_eights(votes + element, inside)
         counter = row.to(tl.uint32) * (columns // 8).to(tl.uint32) + eighth.to(tl.uint32)
+        counter += (noise_first // 8).to(tl.uint32)  # whole eighths: it is a number of rows
         noise = tl.reshape(noise16_by_eights(counter, seed, step, noise_stream, call), (N, 8))
     else:
         here = here.to(tl.pointer_type(tl.uint8), bitcast=True)[:, None] + byte
@@ -118,7 +119,7 @@ def _move_kernel(stored, votes, flips, stride, rows, columns, bytes_a_row,
         word = tl.sum(tl.load(here, mask=there, other=0).to(WORD) << (8 * byte), 1)
         element = element[:, None] + tl.arange(0, 8)[None, :]
         vote = tl.load(votes + element, mask=live, other=0)
-        noise = noise16(element, seed, step, noise_stream, call)
+        noise = noise16(element + noise_first, seed, step, noise_stream, call)
     word = (word ^ 128 * ONES) + HALF * ONES
     shift = WIDTH * tl.arange(0, 8)[None, :]
     old = (word[:, None] >> shift & ((1 << WIDTH) - 1)).to(tl.int32)
@@ -199,7 +200,7 @@ def _move(batch: Batch,
     with torch.cuda.device_of(first):
         _move_kernel[grid](
             padded(batch.stored), padded(batch.votes), flips, stride, rows, columns, bytes_a_row,
-            **_plan_arguments(plan, flips), **(key_arguments(key, first) | {"noise_stream": streams}),
+            **_plan_arguments(plan, flips), **(key_arguments(key, first) | {"noise_stream": streams}), noise_first=key.first,
             **constants_of(batch.storage), BY_EIGHTS=in_words, EVEN=even, ROWS=rows_at_once, EIGHTHS=eighths,
             OVERLAPS=early, num_warps=MOVE_WARPS, **launched_early(early))
     torch.autograd.graph.increment_version(batch.stored)  # autograd does not see what a kernel writes
@@ -221,15 +222,15 @@ def topk_weights(stored: Tensor, votes: Tensor, storage: Storage, plan: TopKPlan
 
 
 def _moved_alone(stored: Tensor, votes: Tensor, storage: Storage, plan: RoundingPlan | TopKPlan, key: NoiseKey) -> Tensor:
-    if not _can_move(stored, votes):
+    if not _can_move(stored, votes, key):
         return NotImplemented
     flips = torch.zeros((), dtype=torch.int64, device=stored.device)
     _move(Batch([stored], [votes.contiguous()], [key.stream], storage), plan, key, flips)
     return flips
 
 
-def _can_move(stored: Tensor, votes: Tensor) -> bool:
-    return checks.are_votes(votes) and stored.is_contiguous()
+def _can_move(stored: Tensor, votes: Tensor, key: NoiseKey) -> bool:
+    return checks.are_votes(votes, key.first) and stored.is_contiguous() and key.first % votes.shape[1] == 0
 
 
 def round_many(jobs: Sequence[RoundingJob], lr: float | Tensor) -> list[Rounded]:
@@ -242,7 +243,7 @@ def round_many(jobs: Sequence[RoundingJob], lr: float | Tensor) -> list[Rounded]
         checks.check_job(job, lr)
         checks.check_weight(job.stored, job.votes, job.storage)
         _check_alike(job, jobs[0])
-    able = [number for number, job in enumerate(jobs) if _can_move(job.stored, job.votes)]
+    able = [number for number, job in enumerate(jobs) if _can_move(job.stored, job.votes, job.key)]
     results = dict(zip(able, _round_together([jobs[number] for number in able], lr), strict=True))
     return [results[number] if number in results else definitions.round_many.definition([job], lr)[0]
             for number, job in enumerate(jobs)]
@@ -251,7 +252,8 @@ def round_many(jobs: Sequence[RoundingJob], lr: float | Tensor) -> list[Rounded]
 def _check_alike(job: RoundingJob, first: RoundingJob) -> None:
     one, other = job.key, first.key
     steps_differ = one.step is not other.step and (isinstance(one.step, Tensor) or one.step != other.step)
-    if (one.seed, one.call) != (other.seed, other.call) or steps_differ or job.stored.device != first.stored.device:
+    same = (one.seed, one.call, one.first) == (other.seed, other.call, other.first)
+    if not same or steps_differ or job.stored.device != first.stored.device:
         raise UsageError("weights that move together must share one device, seed, step and call of random numbers")
 
 
