@@ -47,7 +47,7 @@ class QuantLayer(nn.Module):
         self.rows, self.columns = float_shape[0], math.prod(float_shape[1:])
         levels = torch.zeros(self.rows, self.columns, dtype=torch.int8, device=device)
         self.qweight = nn.Parameter(storage.store(levels), requires_grad=False)
-        self.register_buffer("scale", torch.ones((), device=device))
+        self.register_buffer("scale", torch.ones((), device=device, dtype=torch.float32))
         self.log_gain = nn.Parameter(torch.zeros((), device=device)) if gain else None
         self.bias = nn.Parameter(torch.zeros(self.rows, device=device)) if bias else None
         self._join(None, dtype)
@@ -70,6 +70,15 @@ class QuantLayer(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({key: value for key, value in state.items() if key != "_dtype"})
         self._join(state.get("number"), state.get("_dtype"))
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """A layer that was built on the meta device gets its weight later, by load_state_dict(assign=True) or by another
+        loader: the anchor goes with it."""
+        super().register_parameter(name, param)
+        if name == "qweight" and "_anchor" in self.__dict__:
+            if self._anchor.device != self.qweight.device:
+                self._anchor = torch.empty(0, device=self.qweight.device, dtype=self.dtype, requires_grad=True)
+            register(self)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "QuantLayer":
         """`.to`, `.cuda`, `.half` and their kin: the anchor goes with the weight, which may be another one after, and tells
@@ -255,14 +264,18 @@ class QuantLayer(nn.Module):
 
     def get_extra_state(self) -> Tensor:
         """How the weight is stored."""
-        return torch.tensor(self.storage.code, dtype=torch.uint8)
+        return torch.tensor(self.storage.code, dtype=torch.uint8, device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
-        pass  # used in _load_from_state_dict, before anything is copied
+        """What _load_from_state_dict has read already, before anything was copied; a loader that sets tensors one by one,
+        as transformers' does, calls this alone."""
+        self.storage = self._storage_of(state, type(self).__name__)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if prefix + "weight" in state_dict:  # of a float layer, which is refused, or of a time when integers had this name
-            state_dict[prefix + "qweight"] = state_dict.pop(prefix + "weight")
+            weight = state_dict.pop(prefix + "weight")
+            if weight.dim() > 1:  # else what integrations/hf puts there to be refused by float layers
+                state_dict[prefix + "qweight"] = weight
         if prefix + "qweight" in state_dict:
             state_dict[prefix + "qweight"] = self._as_this_layer(state_dict, prefix)
             if self.log_gain is not None:  # of a time before there were gains
@@ -280,10 +293,7 @@ class QuantLayer(nn.Module):
         code = state_dict.get(prefix + "_extra_state")
         if code is None:
             return stored
-        storage = Storage.from_code(code.tolist())
-        if (storage.bits, storage.memory) != (self.bits, self.memory):
-            raise UsageError(f"{name}: the state_dict holds {storage.bits}-bit weights with memory={storage.memory}, this "
-                             f"layer has bits={self.bits}, memory={self.memory}; build it the same way")
+        storage = self._storage_of(code, name)
         if len(code) == 2 and storage.spare_bits:  # of a time when spare bits were left unused
             levels = unpack_fields(stored, field_bits(self.bits), storage.largest, self.columns)
             stored = self.storage.store(levels)
@@ -291,16 +301,26 @@ class QuantLayer(nn.Module):
             self.storage = storage
             if self.votes is not None:
                 self.votes.prepared_for = None
+        else:
+            state_dict[prefix + "_extra_state"] = self.get_extra_state()
         return stored
+
+    def _storage_of(self, code: Tensor, name: str) -> Storage:
+        """The storage that a file's `_extra_state` tells, if this layer can take it over."""
+        storage = Storage.from_code(code.tolist())
+        if (storage.bits, storage.memory) != (self.bits, self.memory):
+            raise UsageError(f"{name}: the state_dict holds {storage.bits}-bit weights with memory={storage.memory}, this "
+                             f"layer has bits={self.bits}, memory={self.memory}; build it the same way")
+        return storage
 
 
 def take_over(layer: Any, float_layer: Any, init: str) -> Any:
-    if init == "keep":
+    if init == "keep" and not float_layer.weight.is_meta:  # on the meta device values come later, by load_state_dict
         weight, scale = float_layer.weight.detach().float(), scale_of(float_layer.weight, layer.bits)
         positions = (weight / scale).reshape(layer.rows, layer.columns)  # not view: the weight may be channels_last
         layer.qweight.data.copy_(layer.storage.store_nearest(positions))
         layer.scale.copy_(scale)
-    else:
+    elif init != "keep":
         layer.start_(init)
     layer.bias = float_layer.bias
     return layer.train(float_layer.training)
