@@ -1,6 +1,8 @@
 """quantize_ and dequantize_: a model's float layers onto the grid, in place, and back."""
 
+import importlib
 import re
+import sys
 
 from torch import nn
 
@@ -47,6 +49,7 @@ def quantize_(model: nn.Module, bits: int = 4, filter_fn: FilterFn | None = None
         _replace(model, name, layer)
     number_layers(quantized_layers(model).values())
     _leave_fused_paths(model)
+    _tell_transformers(model)
     return model
 
 
@@ -57,6 +60,7 @@ def dequantize_(model: nn.Module) -> nn.Module:
         raise UsageError("no quantized layer inside this model; for a single layer call its to_float()")
     for name, layer in layers:
         _replace(model, name, layer.to_float())
+    _tell_transformers(model)
     return model
 
 
@@ -83,6 +87,14 @@ def _replace(model: nn.Module, name: str, layer: nn.Module) -> None:
     parent_name, _, child = name.rpartition(".")
     parent = model.get_submodule(parent_name)
     setattr(parent, child, layer)
+
+
+def _tell_transformers(model: nn.Module) -> None:
+    """A model of transformers saves itself, and must know what its layers are now, or it would be loaded wrong without a
+    word. Looked up by name: this room knows nothing of that library, and nothing is imported for other models."""
+    loaded = sys.modules.get("transformers.modeling_utils")
+    if loaded is not None and any(isinstance(module, loaded.PreTrainedModel) for module in model.modules()):
+        importlib.import_module("gft.integrations.hf.quantizer").attach(model)
 
 
 def _leave_fused_paths(model: nn.Module) -> None:
