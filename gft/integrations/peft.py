@@ -70,7 +70,8 @@ class LoraQuantLinear(Linear):
                 continue
             linear.weight += Linear.get_delta_weight(self, adapter).to(linear.weight.dtype)
             if self.lora_bias[adapter]:
-                extra = self.lora_B[adapter].bias.detach() * self.scaling[adapter]
+                up: Any = self.lora_B[adapter]
+                extra = up.bias.detach() * self.scaling[adapter]
                 linear.bias = nn.Parameter(extra if linear.bias is None else linear.bias + extra)
         if safe_merge and not bool(torch.isfinite(linear.weight).all()):
             raise UsageError("the merged weight holds NaN or inf; the adapter is broken")

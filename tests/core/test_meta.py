@@ -64,6 +64,12 @@ def test_a_meta_layer_keeps_the_float_type_of_the_layer_it_replaces():
     assert model(torch.randn(2, 1, 6, 6, dtype=torch.float64)).dtype is torch.float64
 
 
+def test_a_weight_without_values_is_not_trained(refuses):
+    model = built_on_meta(bits=2)
+    with refuses(gft.UsageError, "on the meta device, without values"):
+        gft.GFT(gft.quantized(model))
+
+
 def test_loading_with_assign_into_a_trained_model_lets_a_new_optimizer_find_the_new_weights():
     model, other = gft.quantize_(Small(), bits=4), gft.quantize_(Small(), bits=4)
     before = {name: value.clone() for name, value in other.state_dict().items()}

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -131,6 +132,21 @@ def test_a_float_folder_is_quantized_while_it_is_loaded(tmp_path):
         bits=4, modules_to_not_convert=["q_proj", "lm_head"]))
     assert "model.layers.0.self_attn.k_proj" in quantized_layers(some)
     assert "model.layers.0.self_attn.q_proj" not in quantized_layers(some)
+
+
+def test_layers_offloaded_to_disk_compute_the_same_but_are_neither_trained_nor_quantized(tmp_path, refuses):
+    model = quantized_llama(2)
+    model.save_pretrained(tmp_path / "integers")
+    places = dict.fromkeys(["model.embed_tokens", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head"], "cpu")
+    offload: dict[str, Any] = {"device_map": {**places, "model.layers.0": "disk"}, "offload_folder": tmp_path / "offload"}
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "integers", **offload)
+    assert loaded.model.layers[0].mlp.up_proj.qweight.is_meta
+    assert torch.equal(logits(loaded), logits(model))
+    with refuses(gft.UsageError, "without offloading"):
+        optimizer_of(loaded)
+    llama().save_pretrained(tmp_path / "float")
+    with refuses(gft.UsageError, "weights to quantize are offloaded"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "float", quantization_config=hf.GftConfig(bits=2), **offload)
 
 
 def test_config_json_names_the_layers_and_the_method(tmp_path):

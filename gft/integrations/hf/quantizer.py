@@ -129,7 +129,7 @@ class GftQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         if self.pre_quantized:
             empty = [name for name, layer in quantized_layers(model).items()
-                     if not getattr(layer.qweight, "_is_hf_initialized", False)]
+                     if not (getattr(layer.qweight, "_is_hf_initialized", False) or layer.qweight.is_meta)]  # offloaded
             if empty:
                 raise UsageError(f"the folder holds no integer weights for {some_names(empty)}; save the quantized model "
                                  "anew with save_pretrained")
