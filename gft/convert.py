@@ -39,6 +39,7 @@ def quantize_(model: nn.Module, bits: int = 4, filter_fn: FilterFn | None = None
         raise UsageError(f"no layer to quantize: filter_fn chose none of the model's nn.Linear and nn.Conv2d ({found}); "
                          "widen it")
     _refuse_shared(model, chosen)
+    _refuse_other_quantizers(model)
     if gain is None:
         gain = bias and init != "paper" and (bits == 2 or not has_norms(model))
     layers = {name: CONVERTIBLE[type(module)].from_float(module, bits, memory=memory, init=init, gain=gain)  # type: ignore[arg-type]
@@ -81,6 +82,15 @@ def _refuse_shared(model: nn.Module, chosen: list[tuple[str, nn.Module]]) -> Non
             if shared:
                 raise UsageError(f"{other} and {full} are one shared weight; leave its layers out with filter_fn, or "
                                  "untie them first")
+
+
+def _refuse_other_quantizers(model: nn.Module) -> None:
+    """transformers saves a model by the one quantizer it knows of it."""
+    for module in model.modules():
+        config = getattr(getattr(module, "hf_quantizer", None), "quantization_config", None)
+        if config is not None and config.quant_method != "gft":
+            raise UsageError(f"this model is quantized by another method already ({type(config).__name__}); load it without "
+                             "that quantization_config first")
 
 
 def _replace(model: nn.Module, name: str, layer: nn.Module) -> None:

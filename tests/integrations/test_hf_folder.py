@@ -18,9 +18,11 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
+    BitNetQuantConfig,
     ViTConfig,
     ViTForImageClassification,
 )
+from transformers.quantizers.quantizer_bitnet import BitNetHfQuantizer
 
 import gft
 from gft.integrations import hf
@@ -171,6 +173,23 @@ def test_a_folder_without_its_integer_weights_is_refused(tmp_path, refuses):
     again.save_pretrained(tmp_path)
     with refuses(gft.UsageError, "holds no integer weights for model.layers.0"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_model_of_another_quantizer_is_left_as_it_is(refuses):
+    model = llama()
+    model.hf_quantizer = BitNetHfQuantizer(BitNetQuantConfig())
+    with refuses(gft.UsageError, "quantized by another method already .BitNetQuantConfig."):
+        gft.quantize_(model, 2, lambda _, name: ".layers." in name)
+    assert not quantized_layers(model)
+
+
+def test_shards_are_loaded_one_by_one_in_any_order(tmp_path):
+    model, other = quantized_llama(3, memory=False), quantized_llama(3, memory=False, seed=1)
+    train_steps(model, optimizer_of(model))
+    model.save_pretrained(tmp_path, max_shard_size="1KB")
+    for file in sorted(tmp_path.glob("*.safetensors"), reverse=True):  # as Trainer does where it resumes
+        other.load_state_dict(load_file(file), strict=False)
+    assert same_state(model, other)
 
 
 def test_settings_that_the_config_does_not_have_are_refused(refuses):

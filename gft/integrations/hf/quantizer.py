@@ -209,8 +209,6 @@ def attach(model: nn.Module) -> nn.Module:
         quantizer = getattr(module, "hf_quantizer", None)
         ours = isinstance(quantizer, GftQuantizer)
         if quantized_layers(module):
-            if quantizer is not None and not ours:
-                raise UsageError(f"this model is quantized by {type(quantizer).__name__} already; load it in float first")
             module.config.quantization_config = GftConfig.of(module)
             module.hf_quantizer = GftQuantizer(module.config.quantization_config)  # type: ignore[assignment]
             # Set while loading; transformers then refuses .half(), .float() and compiled training, which all work here.
