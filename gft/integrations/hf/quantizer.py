@@ -101,11 +101,14 @@ class GftQuantizer(HfQuantizer):
             raise UsageError("config.json names no quantized layers; save the quantized model anew with save_pretrained")
         for group in self.quantization_config.layers:
             names = names_in(model, group["names"])
-            new = [name for name in names if not isinstance(model.get_submodule(name), QuantLayer)]
-            if new:
+            new = set(names) - quantized_layers(model).keys()
+            if new:  # a layer may be made of a part of a float one, whose name is then the beginning of its own
+                new |= {".".join(parts[:size]) for parts in (name.split(".") for name in new) for size in range(len(parts))}
                 quantize_as(model, group, lambda _, name, new=frozenset(new): name in new)
+            layers = quantized_layers(model)
+            refuse_missing(model, [name for name in names if name not in layers])
             for name, number in zip(names, group.get("numbers", ()), strict=False):
-                model.get_submodule(name).number = number  # type: ignore[assignment]
+                layers[name].number = number
         layers = quantized_layers(model)
         if not any("numbers" in group for group in self.quantization_config.layers):
             for layer in layers.values():
@@ -190,15 +193,16 @@ class GftQuantizer(HfQuantizer):
 def names_in(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
     """Names of layers, as a folder tells them, in this model: which may be that model with a head or without one."""
     modules, prefix = {name for name, _ in model.named_modules()}, f"{model.base_model_prefix}."
-    found = []
-    for name in names:
-        choices = (name, name.removeprefix(prefix), prefix + name)
-        found.append(next((choice for choice in choices if choice in modules), None))
-    missing = [name for name, own in zip(names, found, strict=True) if own is None]
+    own = {name: next((choice for choice in (name, name.removeprefix(prefix), prefix + name)
+                       if {choice, choice.rpartition(".")[0]} & modules), None) for name in names}
+    refuse_missing(model, [name for name, choice in own.items() if choice is None])
+    return [choice for choice in own.values() if choice is not None]
+
+
+def refuse_missing(model: nn.Module, missing: list[str]) -> None:
     if missing:
         raise UsageError(f"the folder has quantized layers that {type(model).__name__} has not ({some_names(missing)}); "
                          "load it as the model it was saved as")
-    return [name for name in found if name is not None]
 
 
 def attach(model: nn.Module) -> nn.Module:
