@@ -119,7 +119,17 @@ def test_gains_and_scales_keep_their_precision_in_a_model_loaded_in_half_precisi
         assert layer.dtype is torch.bfloat16
         assert torch.equal(layer.scale, model.get_submodule(name).scale)
         assert torch.equal(layer.log_gain, model.get_submodule(name).log_gain)
+        assert layer.log_gain.dtype is layer.scale.dtype is torch.float32
         assert torch.equal(layer.qweight, model.get_submodule(name).qweight)
+
+
+def test_a_model_of_another_float_type_is_loaded_in_it(tmp_path):
+    model = quantized_llama(2)
+    train_steps(model, optimizer_of(model))
+    model.double().save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert {parameter.dtype for parameter in gft.dense(loaded)} == {torch.float64}
+    assert torch.equal(logits(loaded), logits(model))
 
 
 def test_a_float_folder_is_quantized_while_it_is_loaded(tmp_path):

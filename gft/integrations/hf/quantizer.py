@@ -29,7 +29,6 @@ from gft.layers import QuantLayer, number_layers, quantized_layers, some_names
 from gft.storage import Storage, check_bits
 
 METHOD = "gft"
-OWN_TENSORS = ("scale", "log_gain")  # of a quantized layer; kept in the type they were saved in
 
 
 class GftConfig(QuantizationConfigMixin):
@@ -75,6 +74,8 @@ def settings_of(layer: QuantLayer, packed: bool = False) -> dict[str, Any]:
     """What `gft.quantize_` has to be told to build this layer again."""
     settings: dict[str, Any] = {"bits": layer.bits, "memory": layer.memory and not packed,
                                 "gain": layer.log_gain is not None, "bias": layer.bias is not None, "scales": "tensor"}
+    if layer.log_gain is not None:
+        settings["gain_dtype"] = str(layer.log_gain.dtype).removeprefix("torch.")
     if layer.scale.dim():
         settings["scales"] = "row" if layer.scale.shape[-1] == 1 else layer.group
     return settings
@@ -109,6 +110,9 @@ class GftQuantizer(HfQuantizer):
             refuse_missing(model, [name for name in names if name not in layers])
             for name, number in zip(names, group.get("numbers", ()), strict=False):
                 layers[name].number = number
+            if "gain_dtype" in group:  # whatever type the model is loaded in: rounding a gain would move all weights
+                for name in names:
+                    layers[name].log_gain = nn.Parameter(torch.zeros((), dtype=getattr(torch, group["gain_dtype"])))
         layers = quantized_layers(model)
         if not any("numbers" in group for group in self.quantization_config.layers):
             for layer in layers.values():
@@ -123,11 +127,6 @@ class GftQuantizer(HfQuantizer):
         names = "|".join(re.escape(name.removeprefix(prefix)) for name in layers)
         known = set(model._keys_to_ignore_on_load_unexpected or ())
         model._keys_to_ignore_on_load_unexpected = known | {rf"(?:^|\.)(?:{names})\.weight$"}  # type: ignore[assignment]
-
-    def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
-        """Scales and gains as they were saved, whatever type the model is loaded in: rounding one would move all weights."""
-        name = str(converter.target_patterns[0]).rpartition(".")[2]
-        return None if name in OWN_TENSORS else super().get_new_dtype(converter, param, dtype)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         if self.pre_quantized:
