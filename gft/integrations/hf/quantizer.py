@@ -78,6 +78,7 @@ def settings_of(layer: QuantLayer, packed: bool = False) -> dict[str, Any]:
         settings["gain_dtype"] = str(layer.log_gain.dtype).removeprefix("torch.")
     if layer.scale.dim():
         settings["scales"] = "row" if layer.scale.shape[-1] == 1 else layer.group
+        settings["scale_dtype"] = str(layer.scale.dtype).removeprefix("torch.")
     return settings
 
 
@@ -110,9 +111,11 @@ class GftQuantizer(HfQuantizer):
             refuse_missing(model, [name for name in names if name not in layers])
             for name, number in zip(names, group.get("numbers", ()), strict=False):
                 layers[name].number = number
-            if "gain_dtype" in group:  # whatever type the model is loaded in: rounding a gain would move all weights
-                for name in names:
-                    layers[name].log_gain = nn.Parameter(torch.zeros((), dtype=getattr(torch, group["gain_dtype"])))
+            for layer in (layers[name] for name in names):  # whatever type the model is loaded in: to round one of these
+                if "gain_dtype" in group:  # would move all weights
+                    layer.log_gain = nn.Parameter(torch.zeros((), dtype=getattr(torch, group["gain_dtype"])))
+                if "scale_dtype" in group:
+                    layer.scale = layer.scale.to(getattr(torch, group["scale_dtype"]))
         layers = quantized_layers(model)
         if not any("numbers" in group for group in self.quantization_config.layers):
             for layer in layers.values():
