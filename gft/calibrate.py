@@ -55,6 +55,8 @@ class GPTQ:
     def round_twins_(self, model: nn.Module, pairs: Iterable[tuple[nn.Module, nn.Module]]) -> None:
         """Round the twin of each of the model's float layers whose inputs the batches show."""
         pairs = list(pairs)
+        if any(parameter.is_meta for module, _ in pairs for parameter in module.parameters()):
+            raise UsageError("GPTQ needs the weights, and this model's are on the meta device; load them first")
         hessians = self.measure(model, [module for module, _ in pairs])
         for module, twin in pairs:
             if module in hessians:

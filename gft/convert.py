@@ -1,7 +1,9 @@
 """quantize_ and dequantize_: a model's float layers onto the grid, in place, and back."""
 
+import importlib
 import logging
 import re
+import sys
 from typing import Any
 
 from torch import nn
@@ -65,6 +67,7 @@ def quantize_(model: nn.Module, bits: int = 4, filter_fn: FilterFn | None = None
                          f"attentions ({found}); widen it")
     if any(is_sharded(parameter) for _, module in chosen for parameter in module.parameters()):
         raise UsageError("fully_shard has shared this model's weights out already; call gft.quantize_ before it")
+    _refuse_other_quantizers(model)
     if gain is None:
         gain = bias and init != "paper" and (bits == 2 or not has_norms(model))
     options: dict[str, Any] = {"memory": memory, "init": "fit" if isinstance(init, GPTQ) else init, "gain": gain,
@@ -79,6 +82,7 @@ def quantize_(model: nn.Module, bits: int = 4, filter_fn: FilterFn | None = None
         _replace(model, name, twin)
     number_layers(quantized_layers(model).values())
     _leave_fused_paths(model)
+    _tell_transformers(model)
     _report(summary(model), everything=filter_fn is None)
     return model
 
@@ -95,6 +99,7 @@ def dequantize_(model: nn.Module) -> nn.Module:
     for name, layer in layers.items():
         if not any(name.startswith(f"{other}.") for other in layers):  # a part of another goes with it
             _replace(model, name, layer.to_float())  # type: ignore[operator]
+    _tell_transformers(model)
     return model
 
 
@@ -120,10 +125,27 @@ def _shared_weights(model: nn.Module, chosen: list[tuple[str, nn.Module]]) -> di
     return shared
 
 
+def _refuse_other_quantizers(model: nn.Module) -> None:
+    """transformers saves a model by the one quantizer it knows of it."""
+    for module in model.modules():
+        config = getattr(getattr(module, "hf_quantizer", None), "quantization_config", None)
+        if config is not None and config.quant_method != "gft":
+            raise UsageError(f"this model is quantized by another method already ({type(config).__name__}); load it without "
+                             "that quantization_config first")
+
+
 def _replace(model: nn.Module, name: str, layer: nn.Module) -> None:
     parent_name, _, child = name.rpartition(".")
     parent = model.get_submodule(parent_name)
     setattr(parent, child, layer)
+
+
+def _tell_transformers(model: nn.Module) -> None:
+    """A model of transformers saves itself, and must know what its layers are now, or it would be loaded wrong without a
+    word. Looked up by name: this room knows nothing of that library, and nothing is imported for other models."""
+    loaded = sys.modules.get("transformers.modeling_utils")
+    if loaded is not None and any(isinstance(module, loaded.PreTrainedModel) for module in model.modules()):
+        importlib.import_module("gft.integrations.hf.quantizer").attach(model)
 
 
 def _leave_fused_paths(model: nn.Module) -> None:

@@ -123,6 +123,9 @@ class GFT(Optimizer):
         if layer is None:
             raise UsageTypeError(f"GFT trains quantized weights, but was given a {weight.dtype} tensor of shape "
                                  f"{tuple(weight.shape)}; pass gft.quantized(model), and gft.dense(model) to AdamW")
+        if weight.is_meta:
+            raise UsageError("a weight to train is on the meta device, without values; load them first, by load_state_dict "
+                             "with assign=True or without offloading")
         rule.storage_for(layer.storage)
         if self._taken(layer):
             gc.collect()  # a scheduler keeps a deleted optimizer alive until then

@@ -147,10 +147,10 @@ _VOTES: dict[str, Vote] = {type(vote).__name__: vote for vote in (Int8(), Int4()
 
 
 def handle_of(layer: Layer) -> Tensor:
-    """A new int64 scalar on the CPU, by which the operators find this layer."""
+    """A new int64 scalar on the CPU (also inside `with torch.device("meta")`), by which the operators find this layer."""
     number = next(_numbers)
     _LAYERS[number] = layer
-    return torch.tensor(number)
+    return torch.tensor(number, device="cpu")
 
 
 def kept_as(layer: Layer, x_shape: torch.Size, y_shape: torch.Size) -> str:

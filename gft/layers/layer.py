@@ -82,6 +82,15 @@ class QuantLayer(nn.Module):
         super().__setstate__({key: value for key, value in state.items() if key != "_dtype"})
         self._join(state.get("number"), state.get("_dtype"))
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """A layer that was built on the meta device gets its weight later, by load_state_dict(assign=True) or by another
+        loader: the anchor goes with it."""
+        super().register_parameter(name, param)
+        if name == "qweight" and "_anchor" in self.__dict__:
+            if self._anchor.device != self.qweight.device:
+                self._anchor = torch.empty(0, device=self.qweight.device, dtype=self.dtype, requires_grad=True)
+            register(self)
+
     def _apply(self, fn: Any, recurse: bool = True) -> "QuantLayer":
         """`.to`, `.cuda`, `.half` and their kin: the anchor goes with the weight, which may be another one after, and tells
         the layer's float type. The scale keeps its own: rounding it would move all weights."""
@@ -324,17 +333,21 @@ class QuantLayer(nn.Module):
 
     def get_extra_state(self) -> Tensor:
         """How the weight is stored."""
-        return torch.tensor(self.storage.code, dtype=torch.uint8)
+        return torch.tensor(self.storage.code, dtype=torch.uint8, device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
-        pass  # used in _load_from_state_dict, before anything is copied
+        """What _load_from_state_dict has read already, before anything was copied; a loader that sets tensors one by one,
+        as transformers' does, calls this alone."""
+        self.storage = self._storage_of(state, type(self).__name__)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if prefix + "weight" in state_dict:  # of a float layer, which is refused, or of a time when integers had this name
-            state_dict[prefix + "qweight"] = state_dict.pop(prefix + "weight")
+            weight = state_dict.pop(prefix + "weight")
+            if weight.dim() > 1:  # else what integrations/hf puts there to be refused by float layers
+                state_dict[prefix + "qweight"] = weight
+        self._take_scale_of(state_dict, prefix)
         if prefix + "qweight" in state_dict:
             state_dict[prefix + "qweight"] = self._as_this_layer(state_dict, prefix)
-            self._take_scale_of(state_dict, prefix)
             if self.log_gain is not None:  # of a time before there were gains, or when they were scalars
                 log_gain = state_dict.setdefault(prefix + "log_gain", torch.zeros_like(self.log_gain))
                 state_dict[prefix + "log_gain"] = log_gain if log_gain.dim() else log_gain.view(1)
@@ -362,10 +375,7 @@ class QuantLayer(nn.Module):
         code = state_dict.get(prefix + "_extra_state")
         if code is None:
             return stored
-        storage = Storage.from_code(code.tolist())
-        if (storage.bits, storage.memory) != (self.bits, self.memory):
-            raise UsageError(f"{name}: the state_dict holds {storage.bits}-bit weights with memory={storage.memory}, this "
-                             f"layer has bits={self.bits}, memory={self.memory}; build it the same way")
+        storage = self._storage_of(code, name)
         if len(code) == 2 and storage.spare_bits:  # of a time when spare bits were left unused
             levels = unpack_fields(stored, field_bits(self.bits), storage.largest, self.columns)
             stored = self.storage.store(levels)
@@ -373,7 +383,17 @@ class QuantLayer(nn.Module):
             self.storage = storage
             if self.votes is not None:
                 self.votes.prepared_for = None
+        else:
+            state_dict[prefix + "_extra_state"] = self.get_extra_state()
         return stored
+
+    def _storage_of(self, code: Tensor, name: str) -> Storage:
+        """The storage that a file's `_extra_state` tells, if this layer can take it over."""
+        storage = Storage.from_code(code.tolist())
+        if (storage.bits, storage.memory) != (self.bits, self.memory):
+            raise UsageError(f"{name}: the state_dict holds {storage.bits}-bit weights with memory={storage.memory}, this "
+                             f"layer has bits={self.bits}, memory={self.memory}; build it the same way")
+        return storage
 
 
 FROM_FLOAT = {"keep": scale_of, "fit": fitted_scale}  # starts that take float weights over, by how they choose their scale
@@ -381,7 +401,9 @@ FROM_FLOAT = {"keep": scale_of, "fit": fitted_scale}  # starts that take float w
 
 def take_over(layer: Any, float_layer: Any, init: str) -> Any:
     """Start a new layer from the float layer it stands for."""
-    if init in FROM_FLOAT:
+    if init in FROM_FLOAT and float_layer.weight.is_meta:
+        pass  # values come later, by load_state_dict
+    elif init in FROM_FLOAT:
         # Not view: the weight may be channels_last.
         weight = float_layer.weight.detach().float().reshape(layer.rows, layer.columns)
         scales = "tensor" if layer.scale.dim() == 0 else layer.group

@@ -83,6 +83,10 @@ def test_inputs_by_name_and_refusals(refuses):
         gft.GPTQ(torch.randn(3, 6))
     with refuses(ValueError, "damping=2"):
         gft.GPTQ([], damping=2.0)
+    with torch.device("meta"):
+        empty = Named()
+    with refuses(ValueError, "meta device; load them first"):
+        gft.quantize_(empty, 4, init=gft.GPTQ([{"x": torch.randn(40, 6)}]))
     fresh = Named()
     with refuses(ValueError, "no batch reached"):
         gft.quantize_(fresh, 4, init=gft.GPTQ([]))

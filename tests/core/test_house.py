@@ -32,7 +32,7 @@ FLOORS = [
     {"averaging"},
     {"statistics", "checkpoint", "capture"},
     {"__init__"},  # `import gft`
-    {"export"},  # above it: loaded when asked for
+    {"export", "integrations"},  # above it: loaded when asked for
     {"lab"},
     {"cli"},
     {"__main__"},
@@ -117,9 +117,11 @@ def test_public_names_are_explained_and_listed_once():
         assert len(value.__doc__ or "") > 20 if explained else name.isupper(), name
 
 
-def test_import_gft_loads_nothing_of_the_lab():
-    script = "import sys, gft; print(*[name for name in sys.modules if name.startswith(('gft.lab', 'gft.cli', 'gft.export'))"
-    script += " or name.split('.')[0] in ('matplotlib', 'typer', 'rich', 'sklearn', 'onnx', 'transformers')])"
+def test_import_gft_loads_nothing_of_the_lab_and_no_integration():
+    rooms, libraries = ("gft.lab", "gft.cli", "gft.integrations"), ("matplotlib", "typer", "rich", "sklearn", "transformers",
+                                                                    "lightning", "peft", "accelerate")
+    script = f"import sys, gft; print(*[name for name in sys.modules if name.startswith({rooms})"
+    script += f" or name.split('.')[0] in {libraries}])"
     path = os.pathsep.join([str(HOUSE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": path}, capture_output=True,
                           text=True, timeout=120, check=True)
