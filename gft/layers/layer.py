@@ -34,7 +34,8 @@ from gft.votes import VoteAccumulator
 def exporting() -> bool:
     """Is the model being written down as a graph of torch's own operators (torch.export, torch.onnx, torch.jit.trace)?
     Whoever loads that graph has neither gft nor an optimizer: it reads the levels and casts no votes."""
-    return torch.compiler.is_exporting() or torch.jit.is_tracing()
+    # The flag, not torch.compiler.is_exporting(): before torch 2.13 that says True inside of torch.compile, too.
+    return getattr(torch.compiler, "_is_exporting_flag", False) or torch.jit.is_tracing()
 
 
 class QuantLayer(nn.Module):
