@@ -32,7 +32,7 @@ from gft.statistics import statistics
 from gft.summary import summary
 from gft.votes import Int4, Int8, Sign, Ternary
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "GFT",
