@@ -15,11 +15,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gft.errors import UsageError
+from gft.errors import UsageError, install_hint
 from gft.lab import train
 from gft.lab.records import read_json
 
-INSTALL = "pip install 'gft-torch[export]'"
 SUPPLIED = ("model", "path", "folder", "example_inputs")  # parameters of a target that no user sets
 TARGETS = {  # --to: the function, by its module
     "gguf": "gft.export.gguf:to_gguf",
@@ -51,7 +50,7 @@ def export(source: str, to: str, out: Path, settings: list[str]) -> Path:
     try:
         target(loaded.model, out, **(offered | chosen))
     except ModuleNotFoundError as missing:
-        raise UsageError(f"--to {to} needs {missing.name}; install it with: {INSTALL}") from missing
+        raise UsageError(f"--to {to} needs {missing.name}; install it with: {install_hint('export')}") from missing
     return out
 
 
@@ -65,7 +64,7 @@ def find(to: str) -> Callable[..., Any]:
     except ModuleNotFoundError as missing:
         if (missing.name or "").startswith("gft"):
             raise UsageError(f"--to {to} is not part of this gft; install a newer one") from missing
-        raise UsageError(f"--to {to} needs {missing.name}; install it with: {INSTALL}") from missing
+        raise UsageError(f"--to {to} needs {missing.name}; install it with: {install_hint('export')}") from missing
 
 
 def read_settings(to: str, target: Callable[..., Any], settings: list[str]) -> dict[str, Any]:
@@ -103,8 +102,8 @@ def load_pretrained(source: str) -> Source:
         importlib.import_module("gft.integrations.hf")  # tells transformers how integer weights are read
         import transformers
     except ModuleNotFoundError as missing:
-        raise UsageError(f"{source} is a model of transformers, which needs {missing.name}; install it with: {INSTALL}"
-                         ) from missing
+        raise UsageError(f"{source} is a model of transformers, which needs {missing.name}; install it with: "
+                         f"{install_hint('hf')}") from missing
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(source).eval()
     except (OSError, ValueError) as error:

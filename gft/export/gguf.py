@@ -25,13 +25,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from gft.errors import UsageError
+from gft.errors import UsageError, install_hint
 from gft.export.gguf_blocks import FLOATS, FORMATS, TERNARY, Format, as_float
 from gft.export.gguf_vocabulary import add_no_vocabulary, add_vocabulary
 from gft.files import written_atomically
 from gft.layers import QuantLayer, quantized_layers
 
-INSTALL = "pip install 'gft-torch[export]'"
 ROPE_TYPES = ("default", "linear", "llama3")  # those whose frequencies stay the same however long the text is
 
 
@@ -63,7 +62,7 @@ def to_gguf(model: nn.Module, path: str | Path, *, tokenizer: Any = None, pre: s
     try:
         import gguf
     except ModuleNotFoundError as missing:
-        raise UsageError(f"export to GGUF needs the gguf package; install it with: {INSTALL}") from missing
+        raise UsageError(f"export to GGUF needs the gguf package; install it with: {install_hint('export')}") from missing
     if ternary not in TERNARY:
         raise UsageError(f"ternary={ternary!r}: choose one of {', '.join(TERNARY)}")
     if dtype is not None and dtype not in FLOATS:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gft.errors import UsageError
+from gft.errors import UsageError, install_hint
 from gft.export.weights import levels_and_scales, with_layers_replaced
 from gft.files import written_atomically
 from gft.layers import QuantLayer, QuantLinear
@@ -70,7 +70,7 @@ def _need_onnx() -> None:
     try:
         import onnxscript  # noqa: F401  brings onnx and onnx_ir
     except ImportError as error:
-        raise UsageError("ONNX files are written with onnxscript; install it with pip install onnxscript") from error
+        raise UsageError(f"ONNX files are written with onnxscript; install it with: {install_hint('export')}") from error
 
 
 def _stand_in(layer: QuantLayer, standard: bool, accuracy_level: int) -> nn.Module:
