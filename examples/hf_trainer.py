@@ -52,7 +52,7 @@ def main() -> None:
     gft.quantize_(model, bits=2, init="fit" if settings.model else "keep", filter_fn=lambda module, name: ".layers." in name)
     args = TrainingArguments(settings.out, max_steps=settings.steps, per_device_train_batch_size=8, learning_rate=3e-3,
                              logging_steps=max(settings.steps // 4, 1), save_strategy="no", report_to="none",
-                             disable_tqdm=True, dataloader_pin_memory=torch.cuda.is_available(), lr_scheduler_type="linear", weight_decay=0.1)
+                             disable_tqdm=True, dataloader_pin_memory=torch.cuda.is_available(), weight_decay=0.1)
     rate = 0.02 if settings.model else 0.2  # of the integers; a trained model takes smaller steps
     trainer = Trainer(model=model, args=args, train_dataset=Windows(tokens),
                       optimizer_cls_and_kwargs=hf.optimizer_cls_and_kwargs(args, lr=rate))
