@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
+import transformers
 from hf_models import llama, logits
 from test_architectures import GROUPED, build
 from test_architectures import MODELS as ARCHITECTURES

@@ -130,6 +130,7 @@ class GftQuantizer(HfQuantizer):
                     layer.log_gain = nn.Parameter(torch.zeros(1, dtype=getattr(torch, group["gain_dtype"])))
                 if "scale_dtype" in group:
                     count = groups_a_row(group["scales"], layer.columns)  # parts of one module can differ in it
+                    assert count is not None
                     layer.scale = layer.scale.new_ones(layer.rows, count, dtype=getattr(torch, group["scale_dtype"]))
         for module in model.modules():  # transformers would start an attention anew by its float weights, which it has not
             if any(isinstance(child, QuantMultiheadAttention) for child in module.children()):
