@@ -4,6 +4,9 @@ import importlib
 import logging
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from torch import nn
@@ -24,6 +27,7 @@ from gft.storage import check_bits
 from gft.summary import Summary, summary
 
 LOG = logging.getLogger("gft")
+_REPORTS: ContextVar[bool] = ContextVar("reports", default=True)
 
 
 def quantize_(model: nn.Module, bits: int = 4, filter_fn: FilterFn | None = None, *, memory: bool = True,
@@ -83,7 +87,7 @@ def quantize_(model: nn.Module, bits: int = 4, filter_fn: FilterFn | None = None
     number_layers(quantized_layers(model).values())
     _leave_fused_paths(model)
     _tell_transformers(model)
-    _report(summary(model), everything=filter_fn is None)
+    report(summary(model), everything=filter_fn is None)
     return model
 
 
@@ -158,8 +162,20 @@ def _leave_fused_paths(model: nn.Module) -> None:
             module.use_nested_tensor = False
 
 
-def _report(done: Summary, everything: bool) -> None:
+@contextmanager
+def unreported() -> Iterator[None]:
+    """Where `quantize_` is called several times to build one model, whose builder tells in the end what became of it."""
+    before = _REPORTS.set(False)
+    try:
+        yield
+    finally:
+        _REPORTS.reset(before)
+
+
+def report(done: Summary, everything: bool = False) -> None:
     """One line to the log; louder where the user asked for all of the model and got the smaller part."""
+    if not _REPORTS.get():
+        return
     if everything and done.share < 0.5:
         most = done.floats[0]
         LOG.warning("%s; the largest part left float is %s (%s), %s", done.line(), most.largest or "the model itself",

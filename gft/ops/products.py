@@ -88,7 +88,7 @@ def along_levels(votes: Tensor,  # (rows, columns) int32 or int64
                  row_factors: Tensor,  # (rows,) float32: one unit of grad_output, in 1/65536 of a vote's
                  column_factors: Tensor) -> Tensor:  # (columns,) float32, likewise of x -> scalar float32
     """sum(gradient · levels) by the votes, each taken back to the scale of its row and column."""
-    by_row = (votes.float() * levels) @ (65536.0 / column_factors)
+    by_row = (votes.float() * levels.float()) @ (65536.0 / column_factors)
     return by_row @ (65536.0 / row_factors)
 
 

@@ -82,6 +82,22 @@ def test_the_gains_gradient_is_exact_with_sign_votes(layer):
 
 
 @layers
+def test_a_gain_learns_in_float64_as_in_float32(layer):
+    quantized, x = layer(True)
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        optimizer = gft.GFT(gft.quantized(quantized.to(dtype)), seed=3)
+        y = quantized(x.to(dtype))
+        y.backward(torch.linspace(-1, 2, y.numel()).view_as(y).to(dtype))
+        assert quantized.log_gain.grad.dtype is dtype
+        found.append(quantized.log_gain.grad.float())
+        quantized.log_gain.grad = None
+        optimizer.release()
+    assert found[0].any()
+    torch.testing.assert_close(*found, rtol=1e-2, atol=0)
+
+
+@layers
 def test_a_gain_changes_no_sign_of_a_vote(layer):
     votes, grad_output = [], None
     plain, x = layer(False)

@@ -122,6 +122,7 @@ def test_statistics_are_in_the_history_of_trainer(tmp_path):
     model, trainer = train_and_report(tmp_path, "")
     history = [row for row in trainer.state.log_history if "gft/zeros" in row]
     assert [row["step"] for row in history] == [2, 4]
+    assert [row["step"] for row in trainer.state.log_history if "loss" in row] == [2, 4]  # beside Trainer's own record
     layers, last = quantized_layers(model).values(), history[-1]
     levels = torch.cat([layer.levels().reshape(-1) for layer in layers])
     assert math.isclose(last["gft/zeros"], (levels == 0).float().mean().item(), rel_tol=1e-5)

@@ -23,10 +23,12 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 import gft
-from gft.convert import dequantize_, quantize_
+from gft.convert import dequantize_, quantize_, report, unreported
 from gft.errors import UsageError
-from gft.layers import QuantLayer, number_layers, quantized_layers, some_names
+from gft.initialize import groups_a_row
+from gft.layers import QuantLayer, QuantMultiheadAttention, number_layers, quantized_layers, some_names, twin_of
 from gft.storage import Storage, check_bits
+from gft.summary import summary
 
 METHOD = "gft"
 
@@ -101,7 +103,19 @@ class GftQuantizer(HfQuantizer):
             return model
         if not self.quantization_config.layers:
             raise UsageError("config.json names no quantized layers; save the quantized model anew with save_pretrained")
-        for group in self.quantization_config.layers:
+        with unreported():
+            self._build_layers(model, self.quantization_config.layers)
+        layers = quantized_layers(model)
+        if not any("numbers" in group for group in self.quantization_config.layers):
+            for layer in layers.values():
+                layer.number = None
+        number_layers(layers.values())
+        self._expect_codes(model, layers)
+        return model
+
+    def _build_layers(self, model: PreTrainedModel, groups: list[dict[str, Any]]) -> None:
+        """Put empty quantized layers where the folder has them."""
+        for group in groups:
             names = names_in(model, group["names"])
             new = set(names) - quantized_layers(model).keys()
             if new:  # a layer may be made of a part of a float one, whose name is then the beginning of its own
@@ -115,14 +129,12 @@ class GftQuantizer(HfQuantizer):
                 if "gain_dtype" in group:  # would move all weights
                     layer.log_gain = nn.Parameter(torch.zeros(1, dtype=getattr(torch, group["gain_dtype"])))
                 if "scale_dtype" in group:
-                    layer.scale = layer.scale.to(getattr(torch, group["scale_dtype"]))
-        layers = quantized_layers(model)
-        if not any("numbers" in group for group in self.quantization_config.layers):
-            for layer in layers.values():
-                layer.number = None
-        number_layers(layers.values())
-        self._expect_codes(model, layers)
-        return model
+                    count = groups_a_row(group["scales"], layer.columns)  # parts of one module can differ in it
+                    assert count is not None
+                    layer.scale = layer.scale.new_ones(layer.rows, count, dtype=getattr(torch, group["scale_dtype"]))
+        for module in model.modules():  # transformers would start an attention anew by its float weights, which it has not
+            if any(isinstance(child, QuantMultiheadAttention) for child in module.children()):
+                module._is_hf_initialized = True  # type: ignore[assignment]
 
     def _expect_codes(self, model: PreTrainedModel, layers: Iterable[str]) -> None:
         """The storage's four numbers in a float weight's place are for others to read: no surprise to this model."""
@@ -138,6 +150,7 @@ class GftQuantizer(HfQuantizer):
             if empty:
                 raise UsageError(f"the folder holds no integer weights for {some_names(empty)}; save the quantized model "
                                  "anew with save_pretrained")
+            report(summary(model))  # now that tied weights are one
         else:
             self._quantize_loaded(model)
         attach(model)
@@ -194,9 +207,14 @@ class GftQuantizer(HfQuantizer):
 
 def names_in(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
     """Names of layers, as a folder tells them, in this model: which may be that model with a head or without one."""
-    modules, prefix = {name for name, _ in model.named_modules()}, f"{model.base_model_prefix}."
-    own = {name: next((choice for choice in (name, name.removeprefix(prefix), prefix + name)
-                       if {choice, choice.rpartition(".")[0]} & modules), None) for name in names}
+    modules, prefix = dict(model.named_modules()), f"{model.base_model_prefix}."
+
+    def has(name: str) -> bool:  # the layer, or what it is a part of once that is quantized: experts, an attention
+        parts = name.split(".")
+        whole = (modules.get(".".join(parts[:size])) for size in range(1, len(parts)))
+        return name in modules or any(module is not None and twin_of(module) is not None for module in whole)
+
+    own = {name: next(filter(has, (name, name.removeprefix(prefix), prefix + name)), None) for name in names}
     refuse_missing(model, [name for name, choice in own.items() if choice is None])
     return [choice for choice in own.values() if choice is not None]
 

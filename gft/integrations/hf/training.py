@@ -77,3 +77,4 @@ class Statistics(TrainerCallback):
             return
         with torch.no_grad():
             trainer.log(record(model, [] if optimizer is None else [optimizer]))
+        control.should_log = True  # trainer.log takes the wish for fulfilled, and the loss would not be logged
