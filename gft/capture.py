@@ -15,6 +15,7 @@ numbers (GFT._advance) and all running values.
         loss = step(x, y); scheduler.step()
 """
 
+import gc
 import warnings
 import weakref
 from collections.abc import Callable, Hashable
@@ -154,11 +155,17 @@ class Captured:
         self._recorded_settings = self._settings()
         for group, rate in zip(groups, self._rates, strict=True):
             group["lr"] = rate
+        # What is left of an earlier graph frees its memory when it is collected, which no recording survives.
+        gc.collect()
+        collects = gc.isenabled()
+        gc.disable()
         try:
             with torch.cuda.device(self._device), torch.cuda.graph(graph, stream=self._stream):
                 self._loss = self._step(self._x, self._y).detach()
             self._graph, self._kind = graph, kind
             self._recordings += 1
         finally:
+            if collects:
+                gc.enable()
             for group, number in zip(groups, numbers, strict=True):
                 group["lr"] = number

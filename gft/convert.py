@@ -27,6 +27,8 @@ from gft.storage import check_bits
 from gft.summary import Summary, summary
 
 LOG = logging.getLogger("gft")
+HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+         "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks")
 _REPORTS: ContextVar[bool] = ContextVar("reports", default=True)
 
 
@@ -66,7 +68,10 @@ def quantize_(model: nn.Module, bits: int = 4, filter_fn: FilterFn | None = None
                          "its layers out with filter_fn, or untie them first")
     chosen = [(name, module) for name, module in chosen if name not in shared]
     if not chosen:
-        found = some_names([name for name, _ in named]) or "none"
+        found = some_names([name for name, _ in named])
+        if filter_fn is None or not found:
+            raise UsageError("no layer to quantize: the model has no float linear layer, convolution or attention of a kind "
+                             "that gft knows; print(gft.summary(model)) says why each stays as it is")
         raise UsageError("no layer to quantize: filter_fn chose none of the model's linear layers, convolutions and "
                          f"attentions ({found}); widen it")
     if any(is_sharded(parameter) for _, module in chosen for parameter in module.parameters()):
@@ -83,6 +88,7 @@ def quantize_(model: nn.Module, bits: int = 4, filter_fn: FilterFn | None = None
         if not bias:
             for layer in quantized_layers(twin).values():
                 layer.bias = None
+        _keep_hooks(model.get_submodule(name), twin)
         _replace(model, name, twin)
     number_layers(quantized_layers(model).values())
     _leave_fused_paths(model)
@@ -136,6 +142,13 @@ def _refuse_other_quantizers(model: nn.Module) -> None:
         if config is not None and config.quant_method != "gft":
             raise UsageError(f"this model is quantized by another method already ({type(config).__name__}); load it without "
                              "that quantization_config first")
+
+
+def _keep_hooks(module: nn.Module, twin: nn.Module) -> None:
+    """What a user has hung on the float layer goes on with its twin."""
+    for name in HOOKS:
+        getattr(twin, name).update(getattr(module, name))
+    twin._is_full_backward_hook = module._is_full_backward_hook
 
 
 def _replace(model: nn.Module, name: str, layer: nn.Module) -> None:

@@ -81,6 +81,12 @@ class Hybrid(Optimizer):
             optimizer.step()
         return loss
 
+    def release(self) -> None:
+        """Give the integer weights free for another optimizer, or for gft.pack_. The GFT part moves nothing any more."""
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, GFT):
+                optimizer.release()
+
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """The state_dict of each part, in their order."""
         return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}

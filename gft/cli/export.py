@@ -106,6 +106,7 @@ def load_pretrained(source: str) -> Source:
                          f"{install_hint('hf')}") from missing
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(source).eval()
+        model.config.use_cache = False  # a cache of keys and values is nothing that a graph can return
     except (OSError, ValueError) as error:
         raise UsageError(f"{source} holds no causal language model that transformers can load "
                          f"({str(error).splitlines()[0].rstrip('.')}); give a run folder, or one that save_pretrained wrote"

@@ -38,6 +38,8 @@ def twin_of(module: nn.Module) -> Any:
     """The class with integer weights that stands for such a layer; None if there is none."""
     if is_transposed_linear(module):
         return QuantLinear
+    if _weight_is_computed(module):
+        return None
     return TWINS.get(type(module)) or (QuantExperts if are_fused_experts(module) else None)
 
 
@@ -48,6 +50,11 @@ def quantized_twin(module: Any, bits: int, **settings: Any) -> Any:
         training, module = module.training, linear_of(module.weight.t(), module.bias)
         module.train(training)
     return kind.from_float(module, bits, **settings)
+
+
+def _weight_is_computed(module: nn.Module) -> bool:
+    """Is its weight made of other parameters before each forward pass (weight_norm, spectral_norm, prune)?"""
+    return type(module) in TWINS and not isinstance(module, nn.MultiheadAttention) and "weight" not in module._parameters
 
 
 def is_transposed_linear(module: nn.Module) -> bool:
@@ -63,6 +70,8 @@ def why_float(module: nn.Module) -> str:
         return NOT_CHOSEN
     if any(is_lazy(parameter) for parameter in module.parameters(recurse=False)):
         return "has no weights before its first input"
+    if _weight_is_computed(module):
+        return "its weight is computed anew before each forward pass (weight_norm, spectral_norm, prune)"
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return "its rows are looked up, not multiplied"
     if isinstance(module, nn.RNNBase):

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 
 import gft
 from gft.layers import quantized_layers
@@ -146,7 +147,7 @@ def test_quantize_refuses_a_filter_that_chooses_nothing(refuses):
     with refuses(ValueError, r"chose none of .*0, 1, 2, 3, 4, 5, ….*widen"):
         gft.quantize_(model, filter_fn=lambda module, name: False)
     assert_unchanged(model, before)
-    with refuses(ValueError, "none"):
+    with refuses(ValueError, "no float linear layer"):
         gft.quantize_(nn.Sequential(nn.ReLU()))
 
 
@@ -300,3 +301,39 @@ def test_the_lines_a_user_types_reduce_the_loss():
     assert len(quantized_layers(model)) == 4
     assert sum(losses[-5:]) / 5 < 0.5 * losses[0]
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0, 0], abs=1e-9)
+
+
+def test_hooks_of_a_layer_stay_with_it():
+    model, seen = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)), []
+    handle = model[0].register_forward_hook(lambda module, inputs, y: seen.append(type(module)))
+    model[2].register_full_backward_hook(lambda module, grad_input, grad_output: seen.append("backward"))
+    gft.quantize_(model)
+    optimizer = gft.GFT(gft.quantized(model))
+    model(torch.randn(3, 6)).sum().backward()
+    assert seen == [gft.QuantLinear, "backward"]
+    handle.remove()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm,
+                                  lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+                                  nn.utils.parametrizations.weight_norm],
+                         ids=["weight", "spectral", "prune", "parametrized"])
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
+def test_a_weight_that_is_computed_before_each_pass_stays_float_and_is_named(norm):
+    model = nn.Sequential(norm(nn.Linear(8, 8)), nn.Linear(8, 4))
+    gft.quantize_(model)
+    assert list(quantized_layers(model)) == ["1"]
+    assert "computed anew" in str(gft.summary(model)) or "Parametrized" in str(gft.summary(model))
+
+
+def test_what_cannot_be_quantized_any_more_is_said_as_it_is(refuses):
+    model = gft.quantize_(nn.Sequential(nn.Linear(8, 8)))
+    with refuses(ValueError, r"gft\.summary\(model\)"):
+        gft.quantize_(model)
+
+
+def test_a_hybrid_gives_its_weights_free():
+    model = gft.quantize_(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)))
+    gft.Hybrid(gft.GFT(gft.quantized(model)), torch.optim.AdamW(gft.dense(model))).release()
+    gft.GFT(gft.quantized(gft.pack_(model)))
