@@ -176,11 +176,17 @@ class GFT(Optimizer):
         """Check the settings, which a scheduler or a user may have changed, and let the weights be stored as the rules need
         them (inside backward `only` the one whose turn it is: the others are still in use). Called before any moves."""
         wanted: list[tuple[QuantLayer, Tensor, Rule, Storage]] = []
+        if self._accumulators and not self.layers():
+            raise UsageError("the layers whose weights this optimizer trains are gone (the model was deleted, or made float "
+                             "by gft.dequantize_); build a new optimizer for what there is now")
         for group in self.param_groups:
             check_settings(group, self.ranks)
             rule = group["rule"]
             for weight in group["params"]:
                 votes = self._accumulators[weight]
+                if (layer := votes.layer()) is not None and layer.qweight is not weight and weight not in self._parts:
+                    raise UsageError(f"the weight of {layer} is another one than this optimizer has, as after "
+                                     "load_state_dict(assign=True); build a new optimizer from gft.quantized(model)")
                 votes.in_backward, votes.wire = group["in_backward"], group["wire"]
                 if votes.prepared_for is not rule and (layer := votes.layer()) is not None:
                     wanted.append((layer, weight, rule, rule.storage_for(layer.storage)))

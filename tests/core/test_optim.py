@@ -454,3 +454,18 @@ def test_in_backward_changed_in_a_group_counts_from_the_next_step(tiny_net, batc
             optimizer.param_groups[0]["in_backward"] = in_backward
             optimizer.step()
             assert optimizer.flips() > flips
+
+
+def test_a_step_whose_layers_or_weights_have_been_replaced_is_refused(refuses):
+    def network():
+        model = gft.quantize_(nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6)))
+        return model, gft.GFT(gft.quantized(model))
+
+    model, optimizer = network()
+    gft.dequantize_(model)
+    with refuses(ValueError, "are gone.*new optimizer"):
+        optimizer.step()
+    model, optimizer = network()
+    model.load_state_dict({key: value.clone() for key, value in model.state_dict().items()}, assign=True)
+    with refuses(ValueError, r"assign=True.*gft\.quantized"):
+        optimizer.step()
