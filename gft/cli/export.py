@@ -47,6 +47,8 @@ def export(source: str, to: str, out: Path, settings: list[str]) -> Path:
     known = inspect.signature(target).parameters
     offered = {"tokenizer": loaded.tokenizer, "example_inputs": loaded.example_inputs}
     offered = {name: value for name, value in offered.items() if name in known}
+    if "example_inputs" in offered and hasattr(loaded.model, "config"):
+        loaded.model.config.use_cache = False  # type: ignore[union-attr]  # a graph cannot return a cache of keys and values
     try:
         target(loaded.model, out, **(offered | chosen))
     except ModuleNotFoundError as missing:
@@ -106,7 +108,6 @@ def load_pretrained(source: str) -> Source:
                          f"{install_hint('hf')}") from missing
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(source).eval()
-        model.config.use_cache = False  # a cache of keys and values is nothing that a graph can return
     except (OSError, ValueError) as error:
         raise UsageError(f"{source} holds no causal language model that transformers can load "
                          f"({str(error).splitlines()[0].rstrip('.')}); give a run folder, or one that save_pretrained wrote"

@@ -60,17 +60,34 @@ def test_a_run_folder_is_read_and_what_gguf_cannot_hold_is_refused(export, monke
     assert not (tmp_path / "model.gguf").exists()
 
 
-def test_a_folder_of_transformers_becomes_a_gguf_file(export, tmp_path):
-    pytest.importorskip("gguf")
-    hf = pytest.importorskip("gft.integrations.hf")
-    transformers = pytest.importorskip("transformers")
+@pytest.fixture
+def llama_folder(tmp_path):
+    """A quantized Llama, and the folder that transformers would write of it."""
+    hf, transformers = pytest.importorskip("gft.integrations.hf"), pytest.importorskip("transformers")
     config = transformers.LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2,
                                       vocab_size=50)
     model = gft.quantize_(transformers.LlamaForCausalLM(config), 2, lambda m, name: ".layers." in name)
     hf.save(model, tmp_path / "folder")
+    return model
+
+
+def test_a_folder_of_transformers_becomes_a_gguf_file(export, llama_folder, tmp_path):
+    pytest.importorskip("gguf")
     code, out, _ = export("folder", "--to", "gguf", "--out", "model.gguf", "--set", "ternary=Q2_0")
     assert code == 0
     assert "Written: model.gguf" in out
     file = GgufFile(tmp_path / "model.gguf")
     weight = file.floats("blk.0.ffn_up.weight") * file.floats("blk.0.ffn_up.scale")
-    assert weight.equal(model.model.layers[0].mlp.up_proj.float_weight())
+    assert weight.equal(llama_folder.model.layers[0].mlp.up_proj.float_weight())
+
+
+@pytest.mark.parametrize(("to", "written"), [("onnx", "out"), ("torch", "out"), ("hf", "out/config.json"),
+                                             ("compressed-tensors", "out/config.json")])
+def test_a_folder_of_transformers_goes_to_every_target(to, written, export, llama_folder, tmp_path):
+    if to in ("onnx", "compressed-tensors"):
+        pytest.importorskip({"onnx": "onnxscript"}.get(to, "compressed_tensors"))
+    code, out, _ = export("folder", "--to", to, "--out", "out")
+    assert (code, "Written: out" in out) == (0, True)
+    text = (tmp_path / written).read_bytes()
+    assert len(text) > 100
+    assert written == "out" or b'"use_cache": true' in text  # switched off for graphs alone
