@@ -16,6 +16,7 @@ from gft.errors import UsageError
 from gft.layers import (
     QUANTIZED,
     FilterFn,
+    float_twin,
     number_layers,
     quantized_layers,
     quantized_twin,
@@ -98,8 +99,7 @@ def quantize_(model: nn.Module, bits: int = 4, filter_fn: FilterFn | None = None
 
 
 def dequantize_(model: nn.Module) -> nn.Module:
-    """Replace every quantized layer by a float one with the same values, in place; returns the model. A layer that was
-    transformers' Conv1D becomes nn.Linear."""
+    """Replace every quantized layer by a float one with the same values, in place; returns the model."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, QUANTIZED)}
     if not layers or isinstance(model, QUANTIZED):
         raise UsageError("no quantized layer inside this model; for a single layer call its to_float()")
@@ -108,7 +108,7 @@ def dequantize_(model: nn.Module) -> nn.Module:
                          "and call gft.dequantize_ there")
     for name, layer in layers.items():
         if not any(name.startswith(f"{other}.") for other in layers):  # a part of another goes with it
-            _replace(model, name, layer.to_float())  # type: ignore[operator]
+            _replace(model, name, float_twin(layer))
     _tell_transformers(model)
     return model
 

@@ -29,6 +29,8 @@ class QuantLinear(QuantLayer):
     Starts with the levels of a Gaussian of deviation 1/sqrt(in_features); `start_("paper")` with 90 % zeros.
     """
 
+    transposed_type: type[nn.Module] | None = None  # of the float layer, if its weight lay the other way round, (in, out)
+
     def __init__(self, in_features: int, out_features: int, bits: int = 4, bias: bool = False, *, memory: bool = True,
                  gain: bool = False, scales: str | int = "tensor", device: torch.device | str | None = None) -> None:
         super().__init__((out_features, in_features), Storage(bits, bool(memory)), bias=bias, gain=gain, scales=scales,

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -46,10 +47,24 @@ def twin_of(module: nn.Module) -> Any:
 def quantized_twin(module: Any, bits: int, **settings: Any) -> Any:
     """The layer with integer weights nearest to a float one that has a twin."""
     kind = twin_of(module)
-    if is_transposed_linear(module):
-        training, module = module.training, linear_of(module.weight.t(), module.bias)
-        module.train(training)
-    return kind.from_float(module, bits, **settings)
+    if not is_transposed_linear(module):
+        return kind.from_float(module, bits, **settings)
+    twin = kind.from_float(linear_of(module.weight.t(), module.bias).train(module.training), bits, **settings)
+    twin.transposed_type = type(module)
+    return twin
+
+
+def float_twin(layer: Any) -> nn.Module:
+    """The float layer that a quantized one was made of, with the values it computes with now."""
+    linear, kind = layer.to_float(), getattr(layer, "transposed_type", None)
+    if kind is None:
+        return linear
+    with torch.device("meta"):
+        twin = kind(layer.out_features, layer.in_features)
+    twin.weight = nn.Parameter(linear.weight.detach().t().contiguous())
+    bias = linear.weight.new_zeros(layer.out_features) if linear.bias is None else linear.bias.detach()
+    twin.bias = nn.Parameter(bias)
+    return twin.train(layer.training)
 
 
 def _weight_is_computed(module: nn.Module) -> bool:

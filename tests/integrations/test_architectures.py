@@ -100,8 +100,7 @@ def test_a_model_becomes_integers_takes_a_step_and_comes_back(name, memory):
         gft.dequantize_(model)
         assert torch.allclose(output_of(model, batch), logits, atol=1e-5)
     now = {path: type(module) for path, module in model.named_modules()}
-    changed = {path for path in kinds | now if kinds.get(path) is not now.get(path)}
-    assert all(kinds[path].__name__ == "Conv1D" and now[path] is nn.Linear for path in changed)
+    assert now == kinds
 
 
 @pytest.mark.parametrize("name", ["Mixtral", "DeepSeek-V3", "GPT-OSS", "GPT-2"])

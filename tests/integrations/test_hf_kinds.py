@@ -76,3 +76,14 @@ def test_loading_says_once_what_the_model_is_and_does_not_warn(tmp_path, caplog)
     (record,) = [record for record in caplog.records if record.name == "gft"]
     assert (record.levelname, record.message) == ("INFO", expected.line())
     assert torch.equal(logits(loaded), logits(model))
+
+
+def test_a_model_made_float_again_is_saved_as_an_ordinary_folder(tmp_path):
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=60, n_positions=16)
+    model = gft.dequantize_(gft.quantize_(transformers.GPT2LMHeadModel(config), 4, skip_tied=True)).eval()
+    model.save_pretrained(tmp_path)
+    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path).eval()
+    tokens = torch.arange(12).view(1, -1)
+    assert torch.equal(again(tokens).logits, model(tokens).logits)
+    assert not quantized_layers(again)
