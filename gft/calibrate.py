@@ -88,6 +88,8 @@ class GPTQ:
                 module.training = True
         if not found:
             raise UsageError("no batch reached a layer that is to be quantized; give GPTQ inputs of this model")
+        if not all(bool(product.isfinite().all()) for product in found.values()):
+            raise UsageError("the batches give a layer inputs that are NaN or inf; give GPTQ batches without them")
         return {module: product / counts[module] for module, product in found.items()}
 
     def round_(self, layer: QuantLayer, weight: Tensor, hessian: Tensor) -> None:

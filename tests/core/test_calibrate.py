@@ -90,6 +90,8 @@ def test_inputs_by_name_and_refusals(refuses):
     fresh = Named()
     with refuses(ValueError, "no batch reached"):
         gft.quantize_(fresh, 4, init=gft.GPTQ([]))
+    with refuses(ValueError, "NaN or inf"):
+        gft.quantize_(fresh, 4, init=gft.GPTQ([{"x": torch.full((4, 6), torch.nan)}]))
     with refuses(ValueError, "init='near': choose"):
         gft.quantize_(fresh, 4, init="near")
     assert type(fresh.used) is nn.Linear
