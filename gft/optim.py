@@ -426,7 +426,7 @@ class GFT(Optimizer):
 
 def _with_room(state: Mapping[str, Any], layer: QuantLayer) -> dict[str, Any]:
     """A weight's state, with room for what a checkpoint may hold of it."""
-    lengths = zip(RUNNING, (layer.inputs, layer.rows, layer.rows + layer.columns + 1), strict=True)
+    lengths = zip(RUNNING, (layer.inputs, layer.outputs, layer.rows + layer.columns + 1), strict=True)
     device = layer.qweight.device
     room: dict[str, Any] = {name: torch.full((length,), -1.0, device=device) for name, length in lengths}
     room |= {name: torch.zeros((), dtype=torch.int64, device=device) for name in ("flips", "last_flips")}

@@ -285,3 +285,13 @@ def test_an_autoencoder_of_all_kinds_learns():
     loss = train(model, gft.Hybrid(gft.GFT(gft.quantized(model), lr=0.1),
                                    torch.optim.AdamW(gft.dense(model), lr=1e-2)))
     assert loss < 1.5 * baseline
+
+
+def test_the_state_of_a_transposed_convolution_has_room_for_what_it_will_hold():
+    layer = gft.QuantConvTranspose2d(3, 5, 2)
+    optimizer = gft.GFT(gft.quantized(layer))
+    before = {key: value.shape for key, value in optimizer.state_dict()["state"][0].items() if key.endswith("rms")}
+    layer(torch.randn(2, 3, 4, 4)).sum().backward()
+    optimizer.step()
+    after = {key: value.shape for key, value in optimizer.state_dict()["state"][0].items() if key.endswith("rms")}
+    assert before == after == {"x_rms": (3,), "grad_rms": (5,)}
