@@ -17,6 +17,7 @@ from gft.layers import (
     QUANTIZED,
     FilterFn,
     float_twin,
+    names_by_parameter,
     number_layers,
     quantized_layers,
     quantized_twin,
@@ -108,7 +109,9 @@ def dequantize_(model: nn.Module) -> nn.Module:
                          "and call gft.dequantize_ there")
     for name, layer in layers.items():
         if not any(name.startswith(f"{other}.") for other in layers):  # a part of another goes with it
-            _replace(model, name, float_twin(layer))
+            twin = float_twin(layer)
+            _keep_hooks(layer, twin)
+            _replace(model, name, twin)
     _tell_transformers(model)
     return model
 
@@ -122,11 +125,7 @@ def has_norms(model: nn.Module) -> bool:
 def _shared_weights(model: nn.Module, chosen: list[tuple[str, nn.Module]]) -> dict[str, tuple[str, str]]:
     """Those of the chosen layers whose weight has another name, too, with both names: it would become two weights that
     drift apart."""
-    users: dict[int, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        for own_name, parameter in module.named_parameters(recurse=False):
-            users.setdefault(id(parameter), []).append(f"{name}.{own_name}" if name else own_name)
-    shared = {}
+    users, shared = names_by_parameter(model), {}
     for name, module in chosen:
         for parameter in module.parameters():
             names = users[id(parameter)]
@@ -145,7 +144,7 @@ def _refuse_other_quantizers(model: nn.Module) -> None:
 
 
 def _keep_hooks(module: nn.Module, twin: nn.Module) -> None:
-    """What a user has hung on the float layer goes on with its twin."""
+    """What a user has hung on a layer goes on with its twin."""
     for name in HOOKS:
         getattr(twin, name).update(getattr(module, name))
     twin._is_full_backward_hook = module._is_full_backward_hook

@@ -1,12 +1,9 @@
 """pack_: weights with memory to levels packed side by side, losslessly, for inference and shipping."""
 
-from dataclasses import replace
-
-import torch
 from torch import nn
 
 from gft.errors import UsageError
-from gft.layers import QuantLayer, quantized_layers
+from gft.layers import quantized_layers
 from gft.sharding import is_sharded
 
 
@@ -28,13 +25,6 @@ def pack_(model: nn.Module) -> nn.Module:
         if layer.votes is not None and layer.votes.optimizer() is not None:
             raise UsageError(f"{name or type(layer).__name__} is being trained; call the optimizer's release() first")
     for layer in layers.values():
-        _pack_layer(layer)
+        if layer.memory:
+            layer.change_storage_(*layer.packed())
     return model
-
-
-@torch.no_grad()
-def _pack_layer(layer: QuantLayer) -> None:
-    if layer.memory:
-        storage = replace(layer.storage, memory=False)
-        levels = layer.storage.levels(layer.qweight.detach(), layer.columns)
-        layer.change_storage_(storage, storage.store(levels))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from gft.layers import NOT_CHOSEN, QuantLayer, why_float
+from gft.layers import NOT_CHOSEN, QuantLayer, names_by_parameter, why_float
 
 
 @dataclass
@@ -89,12 +89,8 @@ def summary(model: nn.Module) -> Summary:
     by filter_fn or, where its weight is shared, by skip_tied.
     """
     kinds: dict[tuple[str, int | None, str], Kind] = {}
-    users: dict[int, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        for own, parameter in module.named_parameters(recurse=False):
-            users.setdefault(id(parameter), []).append(f"{name}.{own}" if name else own)
     seen: set[int] = set()
-    for name, kind, weights, bytes_before, stored in _parts(model, users, seen):
+    for name, kind, weights, bytes_before, stored in _parts(model, names_by_parameter(model), seen):
         kinds.setdefault((kind.name, kind.bits, kind.why), kind).add(name, weights, bytes_before, stored)
     by_size = sorted(kinds.values(), key=lambda kind: -kind.weights)
     return Summary(tuple(kind for kind in by_size if kind.bits), tuple(kind for kind in by_size if not kind.bits))

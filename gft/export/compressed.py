@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gft.errors import UsageError, UsageTypeError
+from gft.errors import UsageError, UsageTypeError, install_hint
 from gft.export.weights import layers_to_export, levels_and_scales
 from gft.files import make_folder
 from gft.layers import QuantLayer, QuantLinear
@@ -93,8 +93,8 @@ def _float_model(model: Any) -> Any:
     try:
         from transformers import PreTrainedModel
     except ImportError as error:
-        raise UsageError("compressed-tensors folders are written with transformers; install it with pip install "
-                         "transformers") from error
+        raise UsageError("compressed-tensors folders are written with transformers; install it with: "
+                         f"{install_hint('hf')}") from error
     if not isinstance(model, PreTrainedModel):
         raise UsageTypeError(f"a compressed-tensors folder is loaded by transformers, which does not know "
                              f"{type(model).__name__}; export it with gft.export.onnx or gft.export.program")

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,9 +49,7 @@ def packed(layer: QuantLayer) -> QuantLayer:
     """A copy of the layer without memory, the same levels side by side, and with its gain in its scale."""
     twin = copy.deepcopy(layer, {} if layer.bias is None else {id(layer.bias): layer.bias})
     if layer.memory:
-        twin.storage = replace(layer.storage, memory=False)
-        levels = layer.storage.levels(layer.qweight, layer.columns)
-        twin.qweight = nn.Parameter(twin.storage.store(levels), requires_grad=False)
+        twin.change_storage_(*layer.packed())
     if layer.log_gain is not None:
         twin.scale, twin.log_gain = layer.scale.float() * layer.gain().float(), None
     return twin

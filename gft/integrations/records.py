@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from gft.capture import parts_of
 from gft.hybrid import Hybrid
 from gft.layers import quantized_layers
 from gft.optim import GFT
@@ -26,7 +27,7 @@ def record(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> dict[str, 
     layers = quantized_layers(model)
     if not layers:
         return {}
-    gfts = [part for optimizer in optimizers for part in parts_of(optimizer) if isinstance(part, GFT)]
+    gfts = [part for optimizer in optimizers for part in parts_of(unwrapped(optimizer)) if isinstance(part, GFT)]
     rows = statistics(model, Hybrid(*gfts) if gfts else None)
     sizes = {name: layer.rows * layer.columns for name, layer in layers.items()}
     count = max(sum(sizes.values()), 1)
@@ -42,13 +43,11 @@ def record(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> dict[str, 
     return totals
 
 
-def parts_of(optimizer: object) -> tuple[Optimizer, ...]:
-    """The optimizers inside of one, out of the wrappers that trainers put around it (`.optimizer`)."""
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """An optimizer out of the wrappers that trainers put around it (`.optimizer`)."""
     while not isinstance(optimizer, (GFT, Hybrid)) and isinstance(getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = optimizer.optimizer  # type: ignore[attr-defined]
-    if isinstance(optimizer, Hybrid):
-        return optimizer.optimizers
-    return (optimizer,) if isinstance(optimizer, Optimizer) else ()
+    return optimizer
 
 
 def model_bytes(model: nn.Module) -> int:

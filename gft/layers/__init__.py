@@ -23,11 +23,20 @@ from gft.layers.convolution import (
 from gft.layers.experts import QuantExperts
 from gft.layers.layer import QuantLayer
 from gft.layers.linear import QuantLinear
-from gft.layers.parameters import FilterFn, dense, number_layers, quantized, quantized_layers, some_names
+from gft.layers.parameters import (
+    FilterFn,
+    dense,
+    names_by_parameter,
+    number_layers,
+    quantized,
+    quantized_layers,
+    some_names,
+)
 from gft.layers.registry import layer_of
 from gft.layers.twins import NOT_CHOSEN, QUANTIZED, float_twin, is_transposed_linear, quantized_twin, twin_of, why_float
 
 __all__ = ["NOT_CHOSEN", "QUANTIZED", "FilterFn", "QuantConv1d", "QuantConv2d", "QuantConv3d", "QuantConvTranspose1d",
            "QuantConvTranspose2d", "QuantConvTranspose3d", "QuantConvolution", "QuantExperts", "QuantLayer",
            "QuantLinear", "QuantMultiheadAttention", "dense", "float_twin", "is_transposed_linear", "layer_of",
-           "number_layers", "quantized", "quantized_layers", "quantized_twin", "some_names", "twin_of", "why_float"]
+           "names_by_parameter", "number_layers", "quantized", "quantized_layers", "quantized_twin",
+           "some_names", "twin_of", "why_float"]

@@ -16,6 +16,7 @@ grad_input alone. What the graph keeps of x is q(x), packed to 2, 4 or 8 bits an
 import math
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -306,6 +307,11 @@ class QuantLayer(nn.Module):
         if storage != self.storage:
             stored.copy_(self.storage.converted(stored, storage))
             self.storage = storage
+
+    def packed(self) -> tuple[Storage, Tensor]:
+        """The same levels side by side, without memory: how they are stored then, and the bytes."""
+        storage = replace(self.storage, memory=False)
+        return storage, storage.store(self.storage.levels(self.qweight.detach(), self.columns))
 
     def change_storage_(self, storage: Storage, stored: Tensor) -> None:
         """Keep the weight in another form, as a new parameter: an optimizer that had the old one has it no more."""

@@ -16,6 +16,15 @@ def quantized_layers(model: nn.Module) -> dict[str, QuantLayer]:
     return {name: module for name, module in model.named_modules() if isinstance(module, QuantLayer)}
 
 
+def names_by_parameter(model: nn.Module) -> dict[int, list[str]]:
+    """id of each parameter -> all names it has in the model: several where layers share it."""
+    names: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        for own, parameter in module.named_parameters(recurse=False):
+            names.setdefault(id(parameter), []).append(f"{name}.{own}" if name else own)
+    return names
+
+
 def quantized(model: nn.Module, filter_fn: FilterFn | None = None) -> list[nn.Parameter]:
     """The integer weights of a model, for `gft.GFT`; with filter_fn(module, name) those of the layers it chooses, so that
     kinds of layers can be groups with an lr of their own."""

@@ -27,7 +27,7 @@ from gft.convert import dequantize_, quantize_, report, unreported
 from gft.errors import UsageError
 from gft.initialize import groups_a_row
 from gft.layers import QuantLayer, QuantMultiheadAttention, number_layers, quantized_layers, some_names, twin_of
-from gft.storage import Storage, check_bits
+from gft.storage import check_bits
 from gft.summary import summary
 
 METHOD = "gft"
@@ -85,9 +85,8 @@ def settings_of(layer: QuantLayer, packed: bool = False) -> dict[str, Any]:
 
 
 def quantize_as(model: nn.Module, settings: Mapping[str, Any], chosen: Any) -> None:
-    scales = {} if settings["scales"] == "tensor" else {"scales": settings["scales"]}
     quantize_(model, settings["bits"], chosen, memory=settings["memory"], gain=settings["gain"],
-              bias=settings.get("bias", True), **scales)
+              bias=settings.get("bias", True), scales=settings["scales"])
 
 
 class GftQuantizer(HfQuantizer):
@@ -178,8 +177,7 @@ class GftQuantizer(HfQuantizer):
         state = dict(model.state_dict())
         for name, layer in layers.items():
             if self.pack and layer.memory:
-                storage = Storage(layer.bits, memory=False)
-                state[f"{name}.qweight"] = storage.store(layer.levels().view(layer.rows, layer.columns))
+                storage, state[f"{name}.qweight"] = layer.packed()
                 state[f"{name}._extra_state"] = torch.tensor(storage.code, dtype=torch.uint8)
             state[f"{name}.weight"] = state[f"{name}._extra_state"].clone()
         return state, {}
