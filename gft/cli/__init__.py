@@ -187,11 +187,13 @@ def pages_command(check: Annotated[bool, typer.Option("--check", help="Only look
 @app.command()
 def bench(only: Annotated[list[str], typer.Option(help=" | ".join(benchmarks.BENCHMARKS) + "; repeatable. All but "
                                                   f"{' and '.join(benchmarks.LONG)} if not given.")] = [],  # noqa: B006
+          case: Annotated[list[str], typer.Option(help="Of step only the rows whose names have this in them, as "
+                                                  "'llama 12x768, 2 bit, eager'; repeatable.")] = [],  # noqa: B006
           small: Annotated[bool, typer.Option("--small", help="Tiny networks: only to see that it runs.")] = False,
           out: Annotated[Path, typer.Option(help="Rows are appended here, plots written beside.")] = Path("runs/bench.csv"),
           device: Device = "auto") -> None:
     """Benchmark kernels, steps and memory against AdamW."""
-    for name, rows, plots in run_benchmarks(only, out, resolve_device(device), small):
+    for name, rows, plots in run_benchmarks(only, out, resolve_device(device), small, case):
         show(report.bench_table(name, rows, bars=not small))
         for file in plots:
             say(f"Written: {file}")

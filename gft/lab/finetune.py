@@ -112,7 +112,7 @@ def adamw(parameters: Any, lr: float) -> torch.optim.Optimizer:
 def float_network(plan: Plan, data: datasets.Dataset, device: torch.device) -> nn.Module:
     """The network that all trials start from."""
     torch.manual_seed(plan.seed)
-    model = ResNet(data.shape[0], data.classes, plan.width, plan.blocks).to(device)
+    model = ResNet(data.shape[0], data.classes, plan.width, [plan.blocks] * 4).to(device)
     train(model, adamw(model.parameters(), DENSE_LR["float"]), data.batches(plan.batch, plan.seed, augment=plan.augment),
           plan.float_steps)
     return model

@@ -7,7 +7,8 @@ from gft.errors import UsageError
 from gft.lab import build, data, recipes, tables, train
 from gft.lab.data.augment import middle
 from gft.lab.energy.networks import network
-from gft.lab.models import DNN, GPT, ViT, vit
+from gft.lab.models import DNN, GPT, ResNet, ViT, vit
+from gft.lab.models.resnet import Bottleneck, large_image_stem
 
 
 def test_dnn_has_the_papers_parameters():
@@ -16,6 +17,15 @@ def test_dnn_has_the_papers_parameters():
     sizes = [layer.weight.numel() for layer in model.layers]
     assert sum(sizes) == 53_583_872  # the paper: 53.6M
     assert sizes[0] + sizes[-1] == 3_252_224  # the paper's FP32 part of the hybrid: 3.22M
+
+
+def test_resnets_have_their_papers_parameters():
+    with torch.device("meta"):
+        small, large = ResNet(), ResNet(3, 1000, 64, (3, 4, 6, 3), Bottleneck, large_image_stem)
+        seen = large.blocks(large.stem(torch.empty(2, 3, 224, 224)))
+    assert sum(parameter.numel() for parameter in small.parameters()) == 11_173_962  # 11.2M, of the blocks 11.17M
+    assert sum(parameter.numel() for parameter in large.parameters()) == 25_557_032  # 25.6M
+    assert seen.shape == (2, 2048, 7, 7)
 
 
 @pytest.mark.parametrize(("table", "layers", "fp32", "quantized"), [

@@ -6,13 +6,15 @@ of a byte each and one layer's scratch.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from gft.lab import figures
-from gft.lab.bench.rows import Row, allocated, forget_peak, peak, say, seconds
-from gft.lab.bench.steps import Work, trainer
+from gft.lab.bench.rows import Row, allocated, forget_peak, peak, repeat, say, seconds
+from gft.lab.bench.side import STEPS, Side
+from gft.lab.bench.works import Work
 from gft.lab.models import DNN
 
 DEPTH = 4
@@ -36,16 +38,17 @@ def points(device: torch.device, widths: Sequence[int], tokens: int) -> Iterator
     for width in widths:
         work = Work(f"DNN {DEPTH}×{width}", lambda width=width: DNN(width, width, width, DEPTH), lambda module, name: True,
                     lambda on, width=width: (torch.randn(tokens, width, device=on),
-                                             torch.randint(width, (tokens,), device=on)), 1.0)
+                                             torch.randint(width, (tokens,), device=on)), {}, bias=False)
         forget_peak(device)
         others = allocated(device)
-        step = trainer(work, device, 2, "bf16" if device.type == "cuda" else "fp32", False, memory=False, in_backward=True)
-        forget_peak(device)  # the floats it was drawn in, too
+        side = Side(work, device, 2, "bf16" if device.type == "cuda" else "fp32", memory=False, in_backward=True)
+        forget_peak(device)  # of the floats it was drawn in; steps before the graph's recording count, its replays cannot
+        step = partial(repeat, side.steps(compiled=False, captured=True), STEPS)
         (took,) = seconds(step, device=device, rounds=5)
-        point = Point(width, took / tokens, peak(device) - others)
+        point = Point(width, took / STEPS / tokens, peak(device) - others)
         say(f"  width {width}: {point.seconds * 1e9:.4g} ns a token"
              + (f", peak {point.bytes / 1e9:.3g} GB" if point.bytes else ""))
-        del step
+        del step, side
         yield point
 
 

@@ -83,8 +83,8 @@ def _replay(graph: torch.cuda.CUDAGraph, function: Callable[[], object]) -> None
     graph.replay()
 
 
-def repeat(function: Callable[[], object]) -> None:
-    for _ in range(REPEATS):
+def repeat(function: Callable[[], object], times: int = REPEATS) -> None:
+    for _ in range(times):
         function()
 
 

@@ -1,105 +1,146 @@
-"""Whole training steps: forward, backward and update of the paper's networks, beside AdamW's."""
+"""Whole training steps, forward, backward and update, beside fused AdamW's run the same way.
 
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass
+On a GPU in bf16, eager, compiled and captured (side.WAYS); on a CPU in float32 and eager. A network is built once for all
+ways. A row's name, by which it can be chosen, is its case and its way: "Llama 12×768, 16×1024 tokens, 2 bit, eager".
+"""
+
+import gc
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
-import gft
-from gft.capture import WARM_UP
-from gft.lab.bench.rows import Row, seconds
-from gft.lab.models import DNN, GPT, ViT
+from gft.errors import install_hint
+from gft.lab.bench import first
+from gft.lab.bench.rows import Row, allocated, forget_peak, peak, repeat, say, seconds, wait
+from gft.lab.bench.side import STEPS, WAYS, Side
+from gft.lab.bench.works import Work, works
+
+ROUNDS = 5
+GIB = 1 << 30
+Wanted = Callable[[str], bool]  # a row's name -> is it to be measured?
 
 
-@dataclass(frozen=True)
-class Work:
-    """A network and what it is fed."""
+class Case(NamedTuple):
+    """A row to be measured."""
 
+    kind: str  # "time" | "peak"
+    bits: int
+    way: str
     name: str
-    build: Callable[[], nn.Module]
-    filter_fn: Callable[[nn.Module, str], bool]
-    batch: Callable[[torch.device], tuple[Tensor, Tensor]]
-    bar: float  # of the time of AdamW in bf16
+
+    @property
+    def case(self) -> str:
+        return self.name.removesuffix(f", {self.way}")
 
 
-def _labels(*shape: int, classes: int = 10) -> Callable[[torch.device], Tensor]:
-    return lambda device: torch.randint(classes, shape, device=device)
+def cases(work: Work, ways: Sequence[str], has_peak: bool) -> list[Case]:
+    """All rows of a network."""
+    times = [Case("time", bits, way, f"{work.name}, {bits} bit, {way}") for way in ways for bits in work.bits]
+    if work.peak_bar is None or not has_peak or "eager" not in ways:
+        return times
+    return [*(Case("peak", bits, "eager", f"peak memory, {work.name}, {bits} bit, eager") for bits in work.bits), *times]
 
 
-def works(small: bool = False) -> list[Work]:
-    """The paper's networks; `small` ones of the same kind for a try."""
-    width, shallow = (64, 2) if small else (4096, 5)
-
-    def dnn(batch: int) -> Work:
-        return Work(f"DNN {shallow}×{width}, batch {batch}", lambda: DNN(784, 10, width, shallow), lambda module, name: True,
-                    lambda device: (torch.randn(batch, 784, device=device), _labels(batch)(device)), 1.0)
-
-    context, wide = (16, 32) if small else (256, 384)
-    sequences, images = (2, 2) if small else (128, 256)
-    characters = _labels(sequences, context, classes=65)
-    return [
-        dnn(256), *([] if small else [dnn(8192)]),
-        Work("nanoGPT, Hybrid-2", lambda: GPT(65, context, wide, 2 if small else 6, 2 if small else 6),
-             lambda module, name: name.startswith("blocks."),
-             lambda device: (characters(device), characters(device)), 1.1),
-        Work("ViT 28×28, Hybrid-2",
-             lambda: ViT((1, 28, 28), 10, 4, 32 if small else 512, 2 if small else 12, 2 if small else 8),
-             lambda module, name: name.startswith("blocks."),
-             lambda device: (torch.randn(images, 1, 28, 28, device=device), _labels(images)(device)), 1.1),
-    ]
+def ways_of(work: Work, device: torch.device, ways: Sequence[str] | None = None) -> Sequence[str]:
+    """Those asked for, or those that the network has bars for; a CPU runs eager."""
+    return ways or (tuple(work.bars) if device.type == "cuda" else ("eager",))
 
 
-def trainer(work: Work, device: torch.device, bits: int | None, precision: str, compiled: bool, *, memory: bool = True,
-            in_backward: bool = False) -> Callable[[], object]:
-    """A function that takes one training step; bits=None is AdamW on the float network."""
-    torch.manual_seed(0)
-    with device:  # a wide network takes long to draw on the CPU
-        model = work.build()
-    parts: list[torch.optim.Optimizer] = []
-    if bits is not None:
-        gft.quantize_(model, bits, work.filter_fn, memory=memory, bias=False)
-        parts.append(gft.GFT(gft.quantized(model), in_backward=in_backward))
-    if gft.dense(model):
-        parts.append(torch.optim.AdamW(gft.dense(model), fused=True, capturable=device.type == "cuda"))
-    optimizer = gft.Hybrid(*parts)
-    run = torch.compile(model) if compiled else model
+def names(device: torch.device, small: bool = False) -> list[str]:
+    """Of all rows that `step` can measure."""
+    on_gpu = device.type == "cuda"
+    of_works = [case.name for work in works(device, small) for case in cases(work, ways_of(work, device), on_gpu)]
+    return [*of_works, *first.names(("eager", "compiled") if on_gpu else ("eager",), small)]
 
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        with torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else nullcontext():
-            logits = run(x)
-        loss = F.cross_entropy(logits.float().flatten(0, -2), y.flatten())
-        optimizer.zero_grad(); loss.backward(); optimizer.step()
-        return loss
 
-    batch = work.batch(device)
-    captured = gft.Captured(step, optimizer)
+def step(device: torch.device, small: bool = False, wanted: Wanted = lambda name: True,
+         ways: Sequence[str] | None = None) -> Iterator[Row]:
+    """Milliseconds a step of every network in every way, peak memory where a bar is set for it, and the wait for the first
+    step, each beside AdamW's."""
+    on_gpu = device.type == "cuda"
+    for work in works(device, small):
+        chosen = [case for case in cases(work, ways_of(work, device, ways), on_gpu) if wanted(case.name)]
+        if chosen and work.needs and find_spec(work.needs) is None:
+            say(f"  {work.name}: left out, it needs {work.needs}; install it with: {install_hint('hf')}")
+        elif chosen:
+            say(f"  {work.name}")
+            yield from rows_of(work, chosen, device)
+            free(device)
+    yield from first.first(device, small, wanted, [way for way in ways or ("eager", "compiled")[: 1 + on_gpu]
+                                                   if way != "captured"])
+
+
+def rows_of(work: Work, chosen: Sequence[Case], device: torch.device) -> Iterator[Row]:
+    """The chosen rows of one network."""
+    on_gpu = device.type == "cuda"
+    low = "bf16" if on_gpu else "fp32"
+    bits = list(dict.fromkeys(case.bits for case in chosen))
+    peers = [low, "fp32"] if on_gpu and work.fp32_bar is not None else [low]
+    # Ours first: what libraries keep from a process's first products on then counts as ours.
+    kinds: dict[int | str, tuple[int | None, str]] = {**{one: (one, low) for one in bits},
+                                                      **{precision: (None, precision) for precision in peers}}
+    sides: dict[int | str, Side] = {}
+    held: dict[int | str, int] = {}
+    for name, kind in kinds.items():
+        sides[name], held[name] = with_peak(partial(Side, work, device, *kind), device)
+    for case in chosen:
+        if case.kind == "peak":
+            yield row(case, held[case.bits] / GIB, held[low] / GIB, "GiB", f"fused AdamW {low}, eager", work.peak_bar)
+    for way in dict.fromkeys(case.way for case in chosen if case.kind == "time"):
+        begun = time.perf_counter()
+        took = dict(zip(sides, in_turns([side.steps(**WAYS[way]) for side in sides.values()], device), strict=True))
+        say(f"    {way}, measured in {time.perf_counter() - begun:.0f} s")
+        for case in chosen:
+            for precision in peers if (case.kind, case.way) == ("time", way) else ():
+                yield row(case, took[case.bits] * 1e3, took[precision] * 1e3, "ms", f"fused AdamW {precision}, {way}",
+                          work.bars.get(way, 1.0) if precision == low else work.fp32_bar)
+
+
+def row(case: Case, ours: float, peer: float, unit: str, peer_is: str, bar: float | None) -> Row:
+    assert bar is not None  # of those that are measured
+    return Row("step", case.case, ours, peer, unit, peer_is, ours / peer, f"at most {bar:g}", ours <= bar * peer)
+
+
+def in_turns(steps: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
+    """Median seconds of one step of each. What the first calls compile and record is no part of it."""
+    with exact_float32():
+        taken = seconds(*(partial(repeat, one, STEPS) for one in steps), device=device, rounds=ROUNDS)
+    return [one / STEPS for one in taken]
+
+
+def with_peak(build: Callable[[], Side], device: torch.device) -> tuple[Side, int]:
+    """A side, and the most bytes that some eager steps hold of it: the network, its optimizer's state, what is alive between
+    forward and backward. Drawing the network is left out."""
+    forget_peak(device)
+    before = allocated(device)
+    side = build()
+    forget_peak(device)
+    repeat(side.steps(**WAYS["eager"]), STEPS)
+    wait(device)
+    return side, peak(device) - before
+
+
+@contextmanager
+def exact_float32() -> Iterator[None]:
+    """float32 means float32 here, whatever the process asked for."""
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")  # float32 means float32 here, whatever the process asked for
+    torch.set_float32_matmul_precision("highest")
     try:
-        for _ in range(WARM_UP + 1 if device.type == "cuda" else 0):  # compiles, and records the graph
-            captured(*batch)
+        yield
     finally:
         torch.set_float32_matmul_precision(before)
-    return lambda: captured(*batch)
 
 
-def step(device: torch.device, small: bool = False, bits: int = 2, compiled: bool | None = None) -> Iterator[Row]:
-    """Forward, backward and update. On a GPU in bf16, compiled and replayed as a CUDA graph, all of it for the peers too:
-    AdamW in bf16 and in float32 (as torch takes it by default, without TF32). On a CPU in float32 and eager, and the DNN
-    alone, since a transformer's step takes minutes there."""
-    on_gpu = device.type == "cuda"
-    compiled = on_gpu if compiled is None else compiled
-    for work in works(small)[: None if on_gpu or small else 1]:
-        mine = trainer(work, device, bits, "bf16" if on_gpu else "fp32", compiled)
-        peers = [("bf16", work.bar)] if on_gpu else [("fp32", 1.0)]
-        if on_gpu and work.name.startswith("DNN"):
-            peers.append(("fp32", 0.6))
-        steps = [trainer(work, device, None, precision, compiled) for precision, _ in peers]
-        ours, *theirs = seconds(mine, *steps, device=device)
-        how = (", compiled" if compiled else "") + (", replayed" if on_gpu else "")
-        for (precision, bar), peer in zip(peers, theirs, strict=True):
-            yield Row("step", f"{work.name}, {bits} bit", ours * 1e3, peer * 1e3, "ms", f"fused AdamW {precision}{how}",
-                      ours / peer, f"at most {bar:g}", ours <= bar * peer)
+def free(device: torch.device) -> None:
+    """Let go of the last network: its graphs, what was compiled for it, and the memory that torch keeps for later."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,58 @@
+"""One side of a comparison: a network in training, by us or by AdamW, and the ways to run its step.
+
+    eager       as it is written
+    compiled    torch.compile(model), nothing else
+    captured    the same, and all of the step one CUDA graph (gft.Captured); on a CPU, compiled
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+import gft
+from gft.lab.bench.works import Work
+
+STEPS = 4  # in one timing, so that the host can run ahead as it does in a training loop. More than gft.Captured warms up for
+WAYS = {"eager": {"compiled": False, "captured": False}, "compiled": {"compiled": True, "captured": False},
+        "captured": {"compiled": True, "captured": True}}
+
+
+class Side:
+    """`steps` is a function that takes one training step.
+
+    bits: None leaves the network float, for AdamW.
+    precision: "bf16" by autocast, or "fp32".
+    """
+
+    def __init__(self, work: Work, device: torch.device, bits: int | None, precision: str, *, memory: bool = True,
+                 in_backward: bool = False) -> None:
+        torch.manual_seed(0)
+        with device:  # a wide network takes long to draw on the CPU
+            model = work.build()
+        parts: list[torch.optim.Optimizer] = []
+        if bits is not None:
+            gft.quantize_(model, bits, work.filter_fn, memory=memory, bias=work.bias)
+            parts.append(gft.GFT(gft.quantized(model), in_backward=in_backward))
+        if gft.dense(model):
+            parts.append(torch.optim.AdamW(gft.dense(model), fused=True, capturable=device.type == "cuda"))
+        self.model, self.optimizer, self.batch = model, gft.Hybrid(*parts), work.batch(device)
+        self._loss, self._device, self._precision = work.loss, device, precision
+
+    @cached_property
+    def compiled(self) -> Callable[..., Tensor]:
+        return torch.compile(self.model)
+
+    def steps(self, compiled: bool, captured: bool) -> Callable[[], object]:
+        model, optimizer = self.compiled if compiled else self.model, self.optimizer
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            with torch.autocast(self._device.type, torch.bfloat16) if self._precision == "bf16" else nullcontext():
+                loss = self._loss(model, x, y)
+            optimizer.zero_grad(); loss.backward(); optimizer.step()
+            return loss
+
+        run = gft.Captured(step, optimizer) if captured else step
+        return lambda: run(*self.batch)

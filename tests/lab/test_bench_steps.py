@@ -1,0 +1,145 @@
+"""Steps beside AdamW's: every network runs in every way, at sizes that say nothing about speed."""
+
+import csv
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import gft
+from gft.cli import app
+from gft.lab import bench
+from gft.lab.bench import first, steps
+from gft.lab.bench.run import has_parts
+from gft.lab.bench.works import llama, of_users
+from gft.layers import quantized_layers
+from gft.ops.native.build import library
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch):
+    monkeypatch.setattr(steps, "ROUNDS", 1)
+    monkeypatch.setattr(steps, "STEPS", 1)
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """First steps without a process each."""
+    monkeypatch.setattr(first, "in_a_process", lambda task, caches: first.measure(**task))
+
+
+def chosen(text: str, **options) -> list[bench.Row]:
+    return list(bench.step(CPU, small=True, wanted=lambda name: has_parts(name, text), **options))
+
+
+def test_every_network_has_its_rows(in_this_process):
+    pytest.importorskip("transformers")
+    measured = list(bench.step(CPU, small=True))
+    assert [f"{row.case}, {row.peer_is.rpartition(', ')[2]}" for row in measured] == steps.names(CPU, small=True)
+    assert {row.case.split(",")[0].split()[0] for row in measured} == {"DNN", "nanoGPT", "ViT", "Llama", "ResNet-18",
+                                                                       "ResNet-50", "first"}
+    for row in measured:
+        assert row.ours > 0
+        assert row.peer > 0
+        assert row.ratio == pytest.approx(row.ours / row.peer)
+
+
+def test_a_step_runs_in_all_three_ways(monkeypatch):
+    """torch.compile without its code generator, which takes minutes on a CPU; gft.Captured leaves a CPU's step as it is."""
+    pytest.importorskip("transformers")
+    compiled = []
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model: compiled.append(model) or real(model, backend="eager"))
+    rows = chosen("llama, 2 bit", ways=tuple(bench.WAYS))
+    assert [row.peer_is for row in rows] == [f"fused AdamW fp32, {way}" for way in ("eager", "compiled", "captured")]
+    assert len({row.bar for row in rows}) == 3  # a bar for each way
+    assert len(compiled) == 2  # each side once, for both ways
+
+
+@pytest.mark.parametrize("work", of_users(small=True), ids=lambda work: work.name.split()[0].strip(","))
+def test_all_layers_of_the_body_are_integers_and_learn(work):
+    if work.needs:
+        pytest.importorskip(work.needs)
+    side = bench.Side(work, CPU, 4, "fp32")
+    floats = {name for name, module in side.model.named_modules() if isinstance(module, (torch.nn.Linear, torch.nn.Conv2d))}
+    assert floats <= {"lm_head", "stem.0", "head"}
+    before = [weight.clone() for weight in gft.quantized(side.model)]
+    bench.rows.repeat(side.steps(compiled=False, captured=True), 3)
+    assert all(not torch.equal(one, other) for one, other in zip(before, gft.quantized(side.model), strict=True))
+    family = work.name.split()[0].strip(",")
+    assert len(quantized_layers(side.model)) == {"Llama": 14, "ResNet-18": 5, "ResNet-50": 8}[family]
+
+
+def test_layers_of_llama_are_as_wide_as_its_paper_has_them():
+    pytest.importorskip("transformers")
+    with torch.device("meta"):
+        model = llama(2, 1024, 8).build()
+    assert model.config.intermediate_size == 2752  # 8/3 of 1024 is 2730.7; 43 tiles of 64
+    assert model.config.num_attention_heads == 16
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
+
+
+def test_peak_memory_is_of_each_side_alone(monkeypatch):
+    """A GPU's counters, played by numbers: what others hold is left out, ours and the peer's are not."""
+    pytest.importorskip("transformers")
+    (work,) = (work for work in of_users(small=True) if work.peak_bar)
+    held, most = iter([100, 400]), iter([100 + 60, 400 + 90])
+    monkeypatch.setattr(steps, "allocated", lambda device: next(held))
+    monkeypatch.setattr(steps, "peak", lambda device: next(most))
+    cases = [case for case in steps.cases(work, ["eager"], has_peak=True) if (case.kind, case.bits) == ("peak", 2)]
+    (row,) = steps.rows_of(work, cases, CPU)
+    assert row.case == f"peak memory, {work.name}, 2 bit"
+    assert row.ratio == pytest.approx(60 / 90)
+    assert row.met
+
+
+def test_a_network_whose_package_is_missing_is_left_out_and_says_so(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert chosen("llama") == []
+    said = capsys.readouterr().out
+    assert "needs transformers; install it with: pip install" in said
+
+
+def test_a_first_step_has_a_process_and_caches_of_its_own(tmp_path):
+    task = {"device": "cpu", "way": "eager", "precision": "fp32", "small": True, "bits": 2}
+    took = first.in_a_process(task, tmp_path)
+    assert 0 < took < 60
+    if library() is not None:  # there is a C compiler
+        assert list((tmp_path / "xdg_cache_home" / "gft").iterdir())
+
+
+def test_the_bar_of_a_first_step_is_what_it_takes_more(monkeypatch):
+    taken = iter([13.0, 4.0, 2.0, 1.0])  # ours with empty and with kept caches, AdamW's
+    monkeypatch.setattr(first, "in_a_process", lambda task, caches: next(taken))
+    empty, kept = first.first(CPU, True, lambda name: True, ["eager"])
+    assert (empty.ours, empty.peer, empty.met) == (13.0, 2.0, False)
+    assert (kept.ours, kept.peer, kept.met) == (4.0, 1.0, True)
+
+
+# ---------------------------------------------------------------------------------------------------- choosing
+
+
+@pytest.mark.parametrize(("text", "fits"), [("llama", True), ("Llama 12x768", True), ("12×768, 2 bit", True),
+                                            ("eager, llama", True), ("24x1024", False), ("llama, 4 bit", False)])
+def test_rows_are_chosen_by_parts_of_their_names(text, fits):
+    assert has_parts("Llama 12×768, 16×1024 tokens, 2 bit, eager", text) is fits
+
+
+def test_bench_runs_only_the_cases_asked_for(tmp_path):
+    file = tmp_path / "bench.csv"
+    options = ["--small", "--device", "cpu", "--out", str(file)]
+    outcome = CliRunner().invoke(app, ["bench", "--only", "step", "--case", "resnet-18, 4 bit", "--case", "dnn", *options])
+    assert outcome.exit_code == 0, outcome.exception
+    assert [row["case"] for row in csv.DictReader(file.open())] == ["DNN 2×64, batch 256, 2 bit",
+                                                                    "ResNet-18, batch 2 of 8×8, 4 bit"]
+
+
+@pytest.mark.parametrize(("arguments", "match"), [(["--only", "step", "--case", "gpt-7"], "in no row's name"),
+                                                  (["--case", "llama"], "--only step"),
+                                                  (["--only", "votes", "--case", "llama"], "--only step")])
+def test_cases_that_do_not_exist_are_refused(arguments, match, tmp_path):
+    outcome = CliRunner().invoke(app, ["bench", *arguments, "--small", "--device", "cpu", "--out", str(tmp_path / "x.csv")])
+    assert match in str(outcome.exception)
