@@ -6,7 +6,7 @@ A Markdown file marks where a table goes, and everything between the marks is wr
     ...
     <!-- end -->
 
-    gft pages            # rewrite README.md, docs/results.md, docs/benchmarks.md and docs/scaling.md
+    gft pages            # rewrite README.md, docs/results.md, docs/benchmarks.md and docs/scaling.md; draw results/step.png
     gft pages --check    # change nothing; exit 1 if a file is out of date
 
 `PAGES` says which names there are and which function writes each.
@@ -22,6 +22,7 @@ from typing import Any
 
 from gft.errors import UsageError
 from gft.files import write_text
+from gft.lab.bench import written
 from gft.lab.markdown import table
 from gft.lab.traffic import traffic_table
 
@@ -303,23 +304,6 @@ def scales(results: Path) -> str:
             + about_rows(rows, f"seeds {seeds}") + f": `{rows[0]['command']}` and so on.")
 
 
-def bench(results: Path) -> str:
-    """The newest row of each benchmark and peer in bench.csv."""
-    rows = read_csv(results / "bench.csv")
-    newest = {}
-    for row in rows:
-        # "loss, last quarter of 20 steps, 0.0105 moves a weight": what was counted on the way is no part of a case's name.
-        case = re.sub(r", [\d.]+ moves a weight$", "", row["case"])
-        newest[row["bench"], case, row["peer_is"]] = {**row, "case": case}
-    lines = [[row["bench"], row["case"], f"{float(row['ours']):.4g} {row['unit']}", f"{float(row['peer']):.4g}",
-              row["peer_is"], f"{float(row['ratio']):.2f}", row["bar"] + ("" if row["met"] == "True" else ": **missed**"),
-              row["commit"], row["device"]]
-             for row in newest.values()]
-    order = {name: place for place, name in enumerate(dict.fromkeys(row["bench"] for row in rows))}
-    lines.sort(key=lambda line: order[line[0]])
-    return table(["benchmark", "case", "ours", "peer", "the peer is", "ratio", "bar", "commit", "machine"], lines)
-
-
 PAGES: dict[str, Callable[[Path], str]] = {
     "headline": headline,
     "summary": summary,
@@ -328,19 +312,25 @@ PAGES: dict[str, Callable[[Path], str]] = {
     "energy": energy,
     "finetune": finetune,
     "scales": scales,
-    "bench": bench,
+    "steps": lambda results: written.steps_table(read_csv(results / "bench.csv")),
+    "bench": lambda results: written.other_table(read_csv(results / "bench.csv")),
     "traffic": lambda results: traffic_table(),
 }
 
 
 def update(results: Path = ROOT / "results", check: bool = False) -> Iterator[tuple[Path, bool]]:
-    """Write the tables of every page of a checkout anew; with `check` only look. Yields each page and whether it was out of
-    date."""
+    """Write the tables of every page of a checkout anew, and the picture of steps where a page was out of date or it is
+    missing; with `check` only look. Yields each page and whether it was out of date."""
     if not results.is_dir():
         raise UsageError(f"no results at {results}; run this command from a checkout of gft")
+    pictures = [results / name for name in written.PICTURES]
+    draws = not all(picture.exists() for picture in pictures)
     for file in (results.parent / name for name in FILES):
         text = file.read_text(encoding="utf-8")
-        written = fill(text, results)
-        if written != text and not check:
-            write_text(file, written)
-        yield file, written != text
+        filled = fill(text, results)
+        if filled != text and not check:
+            write_text(file, filled)
+            draws = True
+        yield file, filled != text
+    if draws and not check:  # never compared: another matplotlib draws other bytes
+        written.draw(read_csv(results / "bench.csv"), pictures)

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 import gft
 from gft.cli import app
 from gft.lab import bench
-from gft.lab.bench import first, steps
+from gft.lab.bench import first, steps, written
 from gft.lab.bench.run import has_parts
 from gft.lab.bench.works import llama, of_users
 from gft.layers import quantized_layers
@@ -143,3 +143,43 @@ def test_bench_runs_only_the_cases_asked_for(tmp_path):
 def test_cases_that_do_not_exist_are_refused(arguments, match, tmp_path):
     outcome = CliRunner().invoke(app, ["bench", *arguments, "--small", "--device", "cpu", "--out", str(tmp_path / "x.csv")])
     assert match in str(outcome.exception)
+
+
+# ---------------------------------------------------------------------------------------------------- in the documentation
+
+
+def kept(case: str, peer_is: str, ratio: float, device: str = "NVIDIA H200", **others: str) -> dict[str, str]:
+    """A line of bench.csv."""
+    return {"bench": "step", "case": case, "ours": str(10 * ratio), "peer": "10.0", "unit": "ms", "peer_is": peer_is,
+            "ratio": str(ratio), "bar": "at most 1.1", "met": str(ratio <= 1.1), "commit": "abc", "device": device, **others}
+
+
+LLAMA, DNN = "Llama, 2 bit", "DNN, 2 bit"
+ROWS = [
+    kept(LLAMA, "fused AdamW bf16, eager", 3.0),
+    kept(LLAMA, "fused AdamW bf16, eager", 1.05, commit="new"),
+    kept(LLAMA, "fused AdamW bf16, compiled", 1.5),
+    kept(LLAMA, "fused AdamW bf16, compiled, replayed", 2.0),  # the old word for captured
+    kept(LLAMA, "fused AdamW bf16, captured", 0.9),
+    kept(DNN, "fused AdamW fp32", 1.7, "cpu (aarch64, 2 threads)"),
+    kept(DNN, "fused AdamW fp32, eager", 0.8, "cpu (x86_64, 1 threads)"),
+    kept("4096³", "bfloat16 product", 1.6, bench="votes"),
+]
+
+
+def test_the_table_of_steps_has_a_line_a_case_and_a_column_a_way():
+    lines = written.steps_table(ROWS).splitlines()[2:]
+    assert lines == [
+        "| Llama, 2 bit | bf16 | 1.05 (10.5 / 10 ms; at most 1.1) | **1.50** (15 / 10 ms; at most 1.1) | "
+        "0.90 (9 / 10 ms; at most 1.1) | new, abc | NVIDIA H200 |",
+        "| DNN, 2 bit | fp32 | **1.70** (17 / 10 ms; at most 1.1) |  |  | abc | cpu (aarch64, 2 threads) |",
+        "| DNN, 2 bit | fp32 | 0.80 (8 / 10 ms; at most 1.1) |  |  | abc | cpu (x86_64, 1 threads) |"]
+    (other,) = written.other_table(ROWS).splitlines()[2:]
+    assert other.startswith("| votes | 4096³ |")
+
+
+def test_the_picture_shows_every_case_of_steps(tmp_path):
+    written.draw(ROWS, [tmp_path / "step.png", tmp_path / "step.svg"])
+    assert (tmp_path / "step.png").stat().st_size > 1000
+    drawn = (tmp_path / "step.svg").read_text()
+    assert all(f"<!-- {text} -->" in drawn for text in ("Llama, 2 bit", "DNN, 2 bit, cpu (aarch64)", "captured"))

@@ -40,7 +40,7 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Size:
-    """A network, what it is fed, for how long, and at which rates (docs/benchmarks.md says how they were chosen)."""
+    """A network, what it is fed, for how long, and at which rates (how they were chosen: docs/lab-notes/2026-11-18.md)."""
 
     width: int
     depth: int
