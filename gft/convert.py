@@ -16,6 +16,7 @@ from gft.errors import UsageError
 from gft.layers import (
     QUANTIZED,
     FilterFn,
+    check_filter,
     float_twin,
     names_by_parameter,
     number_layers,
@@ -56,6 +57,7 @@ def quantize_(model: nn.Module, bits: int = 4, filter_fn: FilterFn | None = None
     skip_tied: True leaves a weight float that two layers share, as a head does with an embedding; False refuses it.
     """
     check_bits(bits)
+    check_filter(filter_fn)
     if not isinstance(init, GPTQ) and init not in ("keep", "fit", "paper", "variance"):
         raise UsageError(f"init={init!r}: choose keep, fit, gft.GPTQ(batches), paper or variance")
     if twin_of(model) is not None:
@@ -91,8 +93,9 @@ def quantize_(model: nn.Module, bits: int = 4, filter_fn: FilterFn | None = None
             for layer in quantized_layers(twin).values():
                 layer.bias = None
         _keep_hooks(model.get_submodule(name), twin)
+        _keep_frozen(model.get_submodule(name), twin)
         _replace(model, name, twin)
-    number_layers(quantized_layers(model).values())
+    number_layers(quantized_layers(model))
     _leave_fused_paths(model)
     _tell_transformers(model)
     report(summary(model), everything=filter_fn is None)
@@ -111,6 +114,9 @@ def dequantize_(model: nn.Module) -> nn.Module:
         if not any(name.startswith(f"{other}.") for other in layers):  # a part of another goes with it
             twin = float_twin(layer)
             _keep_hooks(layer, twin)
+            trains = any(not part.frozen for part in quantized_layers(layer).values())
+            for weight in (parameter for parameter in twin.parameters() if parameter.dim() > 1):
+                weight.requires_grad_(trains)
             _replace(model, name, twin)
     _tell_transformers(model)
     return model
@@ -148,6 +154,15 @@ def _keep_hooks(module: nn.Module, twin: nn.Module) -> None:
     for name in HOOKS:
         getattr(twin, name).update(getattr(module, name))
     twin._is_full_backward_hook = module._is_full_backward_hook
+
+
+def _keep_frozen(module: nn.Module, twin: nn.Module) -> None:
+    """A weight that a user has frozen stays so, and whatever would scale it; a bias is its own affair."""
+    if not any(parameter.requires_grad for parameter in module.parameters() if parameter.dim() > 1):
+        for layer in quantized_layers(twin).values():
+            layer.frozen = True
+            if layer.log_gain is not None:
+                layer.log_gain.requires_grad_(False)
 
 
 def _replace(model: nn.Module, name: str, layer: nn.Module) -> None:

@@ -32,12 +32,15 @@ class Layer(Protocol):
     training: bool
     storage: Storage
     votes: VoteAccumulator | None
+    frozen: bool
     float_shape: tuple[int, ...]
     rows: int
     columns: int
 
     @property
     def inputs(self) -> int: ...
+    @property
+    def casts(self) -> VoteAccumulator | None: ...
     def product_dtype(self, x: Tensor) -> torch.dtype: ...
     def scaled_product(self, x: Tensor, gain: Tensor | None) -> Tensor: ...
     def factors(self, gain: Tensor | None) -> tuple[float, Tensor | None]: ...
@@ -54,7 +57,7 @@ def forward(layer: Layer, x: Tensor, gain: Tensor | None) -> tuple[Tensor, Tenso
     x = x.to(layer.product_dtype(x))  # once, for the product and for the votes
     y = layer.scaled_product(x, gain)
     kept, square = x.new_empty(0, dtype=torch.int8), x.new_empty(0, dtype=torch.float32)
-    votes = layer.votes if x.numel() else None
+    votes = layer.casts if x.numel() else None
     if votes is not None:
         sequence = layer.sequence_length(x.shape, y.shape)
         quantized_x = votes.quantize_x(layer.features_last(x, layer.inputs), sequence, layer.training)
@@ -88,9 +91,9 @@ def backward(layer: Layer, grad_output: Tensor, saved: tuple[Tensor, Tensor, Ten
             grad_gain = (along_levels * scale / gain.float()).to(gain.dtype)
         # After grad_input: the error that flows down belongs to the weights of the forward pass.
         votes.move_in_backward()
-    elif layer.votes is not None and not x_shape.numel():
-        layer.votes.abstain((layer.rows, layer.columns), grad_output.device)
-    elif layer.training and layer.votes is None:
+    elif layer.casts is not None and not x_shape.numel():
+        layer.casts.abstain((layer.rows, layer.columns), grad_output.device)
+    elif layer.training and layer.votes is None and not layer.frozen:
         layer.warn_untrained()
     return grad_input, grad_gain
 
@@ -155,7 +158,7 @@ def handle_of(layer: Layer) -> Tensor:
 
 def kept_as(layer: Layer, x_shape: torch.Size, y_shape: torch.Size) -> str:
     """The name of the quantizer of x that backward keeps; empty where none is."""
-    return "" if layer.votes is None else type(layer.votes.vote.within(layer.sequence_length(x_shape, y_shape))).__name__
+    return "" if layer.casts is None else type(layer.casts.vote.within(layer.sequence_length(x_shape, y_shape))).__name__
 
 
 def output_shape(x: Tensor, geometry: Sequence[int]) -> Tensor:

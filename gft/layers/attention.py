@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from gft.errors import UsageError
+from gft.layers.layer import require_grad
 from gft.layers.linear import QuantLinear, linear_of
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -58,6 +59,10 @@ class QuantMultiheadAttention(nn.Module):
             self.add_module(name, QuantLinear.from_float(linear, bits, **settings))
         self.out_proj = QuantLinear.from_float(attention.out_proj, bits, **settings)
         self.train(attention.training)
+
+    def requires_grad_(self, requires_grad: bool = True) -> "QuantMultiheadAttention":
+        """False freezes all of it, True lets it train again."""
+        return require_grad(self, requires_grad)
 
     def to_float(self) -> nn.MultiheadAttention:
         """An nn.MultiheadAttention with the float values used in forward."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gft.layers.layer import require_grad
 from gft.layers.linear import QuantLinear, linear_of
 
 UP = ("gate_up_proj", "up_proj")  # with a gate, and without
@@ -65,6 +66,10 @@ class QuantExperts(nn.Module):
             linear = linear_of(weight.t() if experts.is_transposed else weight, bias)
             layers.append(QuantLinear.from_float(linear, bits, **settings))
         return layers
+
+    def requires_grad_(self, requires_grad: bool = True) -> "QuantExperts":
+        """False freezes all of them, True lets them train again."""
+        return require_grad(self, requires_grad)
 
     def to_float(self) -> nn.Module:
         """The module of transformers that this was, with the float values used in forward."""

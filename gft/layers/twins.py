@@ -37,9 +37,9 @@ QUANTIZED = (QuantLayer, QuantMultiheadAttention, QuantExperts)  # what has a to
 
 def twin_of(module: nn.Module) -> Any:
     """The class with integer weights that stands for such a layer; None if there is none."""
-    if is_transposed_linear(module):
+    if is_transposed_linear(module) and not is_empty(module):
         return QuantLinear
-    if _weight_is_computed(module):
+    if _weight_is_computed(module) or is_empty(module):
         return None
     return TWINS.get(type(module)) or (QuantExperts if are_fused_experts(module) else None)
 
@@ -72,6 +72,12 @@ def _weight_is_computed(module: nn.Module) -> bool:
     return type(module) in TWINS and not isinstance(module, nn.MultiheadAttention) and "weight" not in module._parameters
 
 
+def is_empty(module: nn.Module) -> bool:
+    """Has it a weight without elements, as nn.Linear(4, 0) has?"""
+    own = module.parameters(recurse=False)
+    return any(parameter.dim() > 1 and not parameter.numel() for parameter in own if not is_lazy(parameter))
+
+
 def is_transposed_linear(module: nn.Module) -> bool:
     """transformers' Conv1D (GPT-2): a linear layer with its weight the other way round. By name: transformers need not be
     there."""
@@ -85,6 +91,8 @@ def why_float(module: nn.Module) -> str:
         return NOT_CHOSEN
     if any(is_lazy(parameter) for parameter in module.parameters(recurse=False)):
         return "has no weights before its first input"
+    if is_empty(module):
+        return "its weight is empty"
     if _weight_is_computed(module):
         return "its weight is computed anew before each forward pass (weight_norm, spectral_norm, prune)"
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):

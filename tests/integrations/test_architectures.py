@@ -137,6 +137,31 @@ def test_a_tied_head_is_refused_or_left_out(refuses):
     assert not quantized_layers(model)
 
 
+def test_mamba_trains_by_the_lines_that_the_errors_say(refuses):
+    """It multiplies the weights of two layers of each block by itself."""
+    ends: list[str] = []
+
+    def train() -> gft.Hybrid:
+        torch.manual_seed(0)
+        model = transformers.MambaForCausalLM(transformers.MambaConfig(
+            vocab_size=64, hidden_size=32, state_size=4, num_hidden_layers=2, time_step_rank=4))
+        gft.quantize_(model, 4, lambda module, name: not name.endswith(tuple(ends)), skip_tied=True)
+        optimizer = hybrid_of(model, lr=1.0)
+        loss_of(model, batch_of("language")).backward()
+        optimizer.step()
+        return optimizer
+
+    for _ in range(2):
+        with refuses(ValueError, r"backbone\.layers\.1\.mixer\.\w+ \(Quant"):
+            try:
+                train()
+            except ValueError as error:
+                ends.append(str(error).split("name.endswith('")[1].split("'")[0])
+                raise
+    assert sorted(ends) == [".mixer.conv1d", ".mixer.dt_proj"]
+    assert train().optimizers[0].flips() > 0
+
+
 # ---------------------------------------------------------------------------------------------------- experts
 
 
