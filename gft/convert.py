@@ -87,7 +87,7 @@ def quantize_(model: nn.Module, bits: int = 4, filter_fn: FilterFn | None = None
                                "scales": scales}
     twins = {name: quantized_twin(module, bits, **options) for name, module in chosen}
     if isinstance(init, GPTQ):
-        init.round_twins_(model, [(module, twins[name]) for name, module in chosen])
+        init.round_twins_(model, {name: (module, twins[name]) for name, module in chosen})
     for name, twin in twins.items():
         if not bias:
             for layer in quantized_layers(twin).values():

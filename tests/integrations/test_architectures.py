@@ -207,6 +207,15 @@ def test_experts_equal_the_float_module_they_give_back():
     assert sum(weight.numel() for weight in twin.parameters()) == sum(weight.numel() for weight in plain.parameters())
 
 
+def test_experts_are_rounded_for_the_tokens_that_they_get():
+    model, batch, lost = build("Mixtral").eval(), batch_of("language"), {}
+    expected = output_of(model, batch)
+    for init in ("fit", gft.GPTQ([batch])):
+        one = gft.quantize_(copy.deepcopy(model), 3, lambda _, name: name.endswith("experts"), init=init, scales="row")
+        lost[str(init)[:4]] = float((output_of(one, batch) - expected).detach().square().mean())
+    assert lost["GPTQ"] < 0.5 * lost["fit"]
+
+
 @pytest.mark.parametrize("spoil", [
     lambda experts: setattr(experts, "extra", nn.Linear(3, 3)),  # another parameter, whose part is not known
     lambda experts: delattr(experts, "is_transposed"),  # does not say how its weights lie
