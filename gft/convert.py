@@ -17,6 +17,7 @@ from gft.layers import (
     QUANTIZED,
     FilterFn,
     check_filter,
+    check_model,
     float_twin,
     names_by_parameter,
     number_layers,
@@ -56,6 +57,7 @@ def quantize_(model: nn.Module, bits: int = 4, filter_fn: FilterFn | None = None
         128, …: one for so many weights of a row.
     skip_tied: True leaves a weight float that two layers share, as a head does with an embedding; False refuses it.
     """
+    check_model(model)
     check_bits(bits)
     check_filter(filter_fn)
     if not isinstance(init, GPTQ) and init not in ("keep", "fit", "paper", "variance"):
@@ -75,7 +77,7 @@ def quantize_(model: nn.Module, bits: int = 4, filter_fn: FilterFn | None = None
         found = some_names([name for name, _ in named])
         if filter_fn is None or not found:
             raise UsageError("no layer to quantize: the model has no float linear layer, convolution or attention of a kind "
-                             "that gft knows; print(gft.summary(model)) says why each stays as it is")
+                             f"that gft knows{_why_none(model)}; print(gft.summary(model)) says why each stays as it is")
         raise UsageError("no layer to quantize: filter_fn chose none of the model's linear layers, convolutions and "
                          f"attentions ({found}); widen it")
     if any(is_sharded(parameter) for _, module in chosen for parameter in module.parameters()):
@@ -102,8 +104,16 @@ def quantize_(model: nn.Module, bits: int = 4, filter_fn: FilterFn | None = None
     return model
 
 
+def _why_none(model: nn.Module) -> str:
+    if quantized_layers(model):
+        return " (its layers are integers already)"
+    left = next(iter(summary(model).floats), None)
+    return "" if left is None else f" (the largest part, {left.largest or 'itself'}, {left.name}: {left.why})"
+
+
 def dequantize_(model: nn.Module) -> nn.Module:
     """Replace every quantized layer by a float one with the same values, in place; returns the model."""
+    check_model(model)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, QUANTIZED)}
     if not layers or isinstance(model, QUANTIZED):
         raise UsageError("no quantized layer inside this model; for a single layer call its to_float()")

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gft import ops
+from gft.errors import UsageError
 from gft.storage import Storage
 from gft.votes import Int4, Int8, Sign, Ternary, Vote, VoteAccumulator
 
@@ -131,11 +132,27 @@ class Product(torch.autograd.Function):
         return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         *saved, gain = ctx.saved_tensors
-        grad_input, grad_gain = backward(ctx.layer, grads[0], tuple(saved), gain, ctx.x_shape, ctx.needs_input_grad[0])
-        return grad_input, None, None, grad_gain, None
+        with torch.no_grad():
+            both = backward(ctx.layer, grads[0], tuple(saved), gain, ctx.x_shape, ctx.needs_input_grad[0])
+        if torch.is_grad_enabled():  # create_graph=True
+            both = tuple(None if grad is None else Once.apply(grad, grads[0]) for grad in both)
+        return both[0], None, None, both[1], None
+
+
+class Once(torch.autograd.Function):
+    """A gradient that cannot be differentiated again. Not torch's once_differentiable, which ties it to nothing:
+    torch.autograd.functional.hessian then finds no way from it to x and answers with zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, grad_output: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        raise UsageError("a gradient of a gradient (create_graph=True, gradient penalties, Hessians) is not taken through "
+                         "integer weights; leave the layers it flows through float with filter_fn")
 
 
 # ---------------------------------------------------------------------------------------------------- for torch.compile

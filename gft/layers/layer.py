@@ -103,6 +103,9 @@ class QuantLayer(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> "QuantLayer":
         """`.to`, `.cuda`, `.half` and their kin: the anchor goes with the weight, which may be another one after, and tells
         the layer's float type. The scale keeps its own: rounding it would move all weights."""
+        if fn(torch.empty(0, dtype=self.qweight.dtype, device=self.qweight.device)).dtype != self.qweight.dtype:
+            raise UsageError(f"the weight of {self.name or self} is integers, which .type(dtype) would take for floats; "
+                             "use .to(dtype), which changes the float parts alone")
         scale = self.scale
         super()._apply(fn, recurse)
         if self.scale.dtype != scale.dtype:
@@ -269,6 +272,9 @@ class QuantLayer(nn.Module):
         return (log_gain * self.columns**0.5).exp()[0]
 
     def forward(self, x: Tensor) -> Tensor:
+        if isinstance(x, torch.fx.Proxy):
+            raise UsageError("torch.fx cannot trace into a layer with integer weights; give it a torch.fx.Tracer whose "
+                             "is_leaf_module says True of gft.layers.QuantLayer, or use torch.export")
         if is_sharded(self.qweight):
             raise UsageError(f"this {type(self).__name__} has only some rows of its weight on this rank; call the module "
                              "that fully_shard was given, or its unshard() first")
@@ -330,8 +336,9 @@ class QuantLayer(nn.Module):
 
     def scale_number(self) -> float:
         """`scale` as a number, the rms of them where there are several. Read from the device only when it has changed."""
-        scale, version = self.scale, self.scale._version
-        if self._read_scale is None or self._read_scale[0] is not scale or self._read_scale[1] != version:
+        scale = self.scale
+        version = -1 if scale.is_inference() else scale._version  # one made in inference_mode does not count its changes
+        if version < 0 or self._read_scale is None or self._read_scale[0] is not scale or self._read_scale[1] != version:
             number = float(scale) if scale.dim() == 0 else float(scale.double().square().mean().sqrt())
             self._read_scale = scale, version, number
         return self._read_scale[2]

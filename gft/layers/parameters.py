@@ -12,8 +12,17 @@ from gft.layers.registry import register
 
 FilterFn = Callable[[nn.Module, str], bool]  # of a layer and its name: is it meant?
 
+
+def check_model(model: Any) -> None:
+    """A list of layers, or a model's parameters, are easily given for the model."""
+    if not isinstance(model, nn.Module):
+        given = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise UsageTypeError(f"gft takes a model, an nn.Module, not {given}; put layers of a list into an nn.ModuleList")
+
+
 def quantized_layers(model: nn.Module) -> dict[str, QuantLayer]:
     """Name -> quantized layer, in the model's order."""
+    check_model(model)
     return {name: module for name, module in model.named_modules() if isinstance(module, QuantLayer)}
 
 

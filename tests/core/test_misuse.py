@@ -82,6 +82,32 @@ def test_names_in_place_of_a_function_are_refused_with_the_function(given, refus
         gft.quantized(model, given)
 
 
+@pytest.mark.parametrize("given", [[nn.Linear(3, 3)], nn.Linear(3, 3).parameters(), nn.Sequential],
+                         ids=["list", "generator", "class"])
+def test_what_is_no_model_is_refused(given, refuses):
+    for function in (gft.quantize_, gft.dequantize_, gft.quantized, gft.summary):
+        with refuses(TypeError, "^gft takes a model, an nn.Module, not (a list|a generator|the class Sequential)"):
+            function(given)
+
+
+def test_a_model_without_a_layer_to_quantize_says_why_of_its_largest_part(refuses):
+    class Own(nn.Linear):
+        pass
+
+    model = nn.Sequential(nn.LayerNorm(4), Own(4, 30), nn.Linear(4, 4, dtype=torch.complex64))
+    with refuses(ValueError, r"largest part, 1, Own: a subclass of Linear"):
+        gft.quantize_(model)
+    gft.quantize_(model.append(nn.Linear(30, 4)))
+    why = {kind.name: kind.why for kind in gft.summary(model).floats}
+    assert why["Linear"] == "its weight is complex64, not float"
+
+
+def test_an_optimizer_that_needs_several_losses_a_step_is_refused(refuses):
+    model = gft.quantize_(mlp())
+    with refuses(ValueError, "^LBFGS computes the loss several times in a step.*AdamW"):
+        gft.Hybrid(gft.GFT(gft.quantized(model)), torch.optim.LBFGS(gft.dense(model)))
+
+
 # -------------------------------------------------------------------------------------------- float weights set from outside
 
 
@@ -171,3 +197,55 @@ def test_a_weight_frozen_before_is_frozen_after_and_back_again():
     model = gft.quantize_(model.requires_grad_(False))
     with pytest.warns(UserWarning, match="all weights given to gft.GFT are frozen"):
         gft.GFT(gft.quantized(model))
+
+
+# -------------------------------------------------------------------------------------------- unusual ways to compute
+
+
+def test_gradients_of_gradients_are_refused_and_not_taken_for_zero(refuses):
+    model, x = gft.quantize_(mlp()), torch.randn(4, 6, requires_grad=True)
+    with refuses(ValueError, "gradient of a gradient.*filter_fn"):
+        torch.autograd.functional.hessian(lambda x: model(x).square().sum(), x)
+    slope = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)[0]
+    with refuses(ValueError, "gradient of a gradient.*filter_fn"):
+        slope.square().sum().backward()
+    torch.autograd.grad(model(x).square().sum(), x, create_graph=True)  # nothing wrong with the first
+
+
+def test_functional_transforms_with_gradients_are_torchs_to_refuse():
+    model, x = gft.quantize_(mlp()).eval(), torch.randn(4, 6)
+    with torch.no_grad():
+        assert torch.allclose(torch.vmap(model)(x), model(x), atol=1e-6)
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.jacrev(model)(x[0])
+    assert torch.autograd.functional.jacobian(model, x[0]).shape == (5, 6)
+
+
+def test_a_model_made_in_inference_mode_computes_there():
+    model, x = mlp(), torch.randn(3, 6)
+    with torch.inference_mode():
+        made = gft.quantize_(copy.deepcopy(model))
+        y = made(x)
+        made[0].scale.mul_(2)
+        assert not torch.equal(made(x), y)
+    assert torch.equal(gft.quantize_(model)(x), y)
+
+
+def test_a_type_for_all_is_refused_by_integers(refuses):
+    model = gft.quantize_(mlp())
+    with refuses(ValueError, r"^the weight of 0 is integers.*use \.to\(dtype\)"):
+        model.type(torch.float64)
+    assert model[0].qweight.dtype is torch.int8
+    assert model.to(torch.float64)(torch.randn(2, 6).double()).dtype is torch.float64
+
+
+def test_fx_is_told_to_leave_the_layer_whole(refuses):
+    model, x = gft.quantize_(mlp()), torch.randn(2, 6)
+    with refuses(ValueError, "torch.fx cannot trace into.*is_leaf_module.*QuantLayer"):
+        torch.fx.symbolic_trace(model)
+
+    class Tracer(torch.fx.Tracer):
+        def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+            return isinstance(m, gft.layers.QuantLayer) or super().is_leaf_module(m, module_qualified_name)
+
+    assert torch.equal(torch.fx.GraphModule(model, Tracer().trace(model))(x), model(x))
