@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
 
 from gft.layers.attention import QuantMultiheadAttention
 from gft.layers.convolution import (
@@ -97,7 +98,7 @@ def why_float(module: nn.Module) -> str:
         return "has no weights before its first input"
     if why := why_not_its_weight(module):
         return why
-    if _weight_is_computed(module):
+    if _weight_is_computed(module) or isinstance(module, ParametrizationList):
         return "its weight is computed anew before each forward pass (weight_norm, spectral_norm, prune)"
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return "its rows are looked up, not multiplied"

@@ -25,6 +25,7 @@ LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope
 # name -> (model, its configuration, settings, kind of batch, least share of weights that become integers)
 MODELS: dict[str, tuple[str, str, dict[str, Any], str, float]] = {
     "Llama": ("LlamaForCausalLM", "LlamaConfig", GROUPED, "language", 0.85),
+    "Phi": ("PhiForCausalLM", "PhiConfig", TEXT, "language", 0.85),
     "GPT-2": ("GPT2LMHeadModel", "GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "n_positions": 32,
                                                 "bos_token_id": 1, "eos_token_id": 2}, "language", 0.85),
     "Mixtral": ("MixtralForCausalLM", "MixtralConfig", {**MIXTURE, "num_local_experts": 4}, "language", 0.94),
@@ -37,6 +38,10 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], str, float]] = {
     "CLIP": ("CLIPVisionModel", "CLIPVisionConfig", IMAGE, "image", 0.95),
     "DINOv2": ("Dinov2ForImageClassification", "Dinov2Config", {**IMAGE, "num_labels": 5}, "image", 0.95),
     "SigLIP": ("SiglipVisionModel", "SiglipVisionConfig", IMAGE, "image", 0.95),
+    "Swin": ("SwinForImageClassification", "SwinConfig", {"image_size": 16, "patch_size": 2, "embed_dim": 16,
+             "depths": [1, 1], "num_heads": [2, 2], "window_size": 4, "num_labels": 5}, "image", 0.9),
+    "ConvNeXt": ("ConvNextForImageClassification", "ConvNextConfig", {"hidden_sizes": [8, 16], "depths": [1, 1],
+                 "num_stages": 2, "num_labels": 5}, "image", 0.9),
     "ResNet": ("ResNetForImageClassification", "ResNetConfig", {"embedding_size": 8, "hidden_sizes": [8, 16],
                "depths": [1, 1], "layer_type": "basic", "num_labels": 5}, "image", 0.95),
     "BERT": ("BertForSequenceClassification", "BertConfig", TEXT, "text", 0.75),
