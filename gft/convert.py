@@ -16,6 +16,8 @@ from gft.errors import UsageError
 from gft.layers import (
     QUANTIZED,
     FilterFn,
+    check_filter,
+    check_model,
     float_twin,
     names_by_parameter,
     number_layers,
@@ -55,7 +57,9 @@ def quantize_(model: nn.Module, bits: int = 4, filter_fn: FilterFn | None = None
         128, …: one for so many weights of a row.
     skip_tied: True leaves a weight float that two layers share, as a head does with an embedding; False refuses it.
     """
+    check_model(model)
     check_bits(bits)
+    check_filter(filter_fn)
     if not isinstance(init, GPTQ) and init not in ("keep", "fit", "paper", "variance"):
         raise UsageError(f"init={init!r}: choose keep, fit, gft.GPTQ(batches), paper or variance")
     if twin_of(model) is not None:
@@ -73,7 +77,7 @@ def quantize_(model: nn.Module, bits: int = 4, filter_fn: FilterFn | None = None
         found = some_names([name for name, _ in named])
         if filter_fn is None or not found:
             raise UsageError("no layer to quantize: the model has no float linear layer, convolution or attention of a kind "
-                             "that gft knows; print(gft.summary(model)) says why each stays as it is")
+                             f"that gft knows{_why_none(model)}; print(gft.summary(model)) says why each stays as it is")
         raise UsageError("no layer to quantize: filter_fn chose none of the model's linear layers, convolutions and "
                          f"attentions ({found}); widen it")
     if any(is_sharded(parameter) for _, module in chosen for parameter in module.parameters()):
@@ -85,22 +89,31 @@ def quantize_(model: nn.Module, bits: int = 4, filter_fn: FilterFn | None = None
                                "scales": scales}
     twins = {name: quantized_twin(module, bits, **options) for name, module in chosen}
     if isinstance(init, GPTQ):
-        init.round_twins_(model, [(module, twins[name]) for name, module in chosen])
+        init.round_twins_(model, {name: (module, twins[name]) for name, module in chosen})
     for name, twin in twins.items():
         if not bias:
             for layer in quantized_layers(twin).values():
                 layer.bias = None
         _keep_hooks(model.get_submodule(name), twin)
+        _keep_frozen(model.get_submodule(name), twin)
         _replace(model, name, twin)
-    number_layers(quantized_layers(model).values())
+    number_layers(quantized_layers(model))
     _leave_fused_paths(model)
     _tell_transformers(model)
     report(summary(model), everything=filter_fn is None)
     return model
 
 
+def _why_none(model: nn.Module) -> str:
+    if quantized_layers(model):
+        return " (its layers are integers already)"
+    left = next(iter(summary(model).floats), None)
+    return "" if left is None else f" (the largest part, {left.largest or 'itself'}, {left.name}: {left.why})"
+
+
 def dequantize_(model: nn.Module) -> nn.Module:
     """Replace every quantized layer by a float one with the same values, in place; returns the model."""
+    check_model(model)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, QUANTIZED)}
     if not layers or isinstance(model, QUANTIZED):
         raise UsageError("no quantized layer inside this model; for a single layer call its to_float()")
@@ -111,6 +124,9 @@ def dequantize_(model: nn.Module) -> nn.Module:
         if not any(name.startswith(f"{other}.") for other in layers):  # a part of another goes with it
             twin = float_twin(layer)
             _keep_hooks(layer, twin)
+            trains = any(not part.frozen for part in quantized_layers(layer).values())
+            for weight in (parameter for parameter in twin.parameters() if parameter.dim() > 1):
+                weight.requires_grad_(trains)
             _replace(model, name, twin)
     _tell_transformers(model)
     return model
@@ -148,6 +164,15 @@ def _keep_hooks(module: nn.Module, twin: nn.Module) -> None:
     for name in HOOKS:
         getattr(twin, name).update(getattr(module, name))
     twin._is_full_backward_hook = module._is_full_backward_hook
+
+
+def _keep_frozen(module: nn.Module, twin: nn.Module) -> None:
+    """A weight that a user has frozen stays so, and whatever would scale it; a bias is its own affair."""
+    if not any(parameter.requires_grad for parameter in module.parameters() if parameter.dim() > 1):
+        for layer in quantized_layers(twin).values():
+            layer.frozen = True
+            if layer.log_gain is not None:
+                layer.log_gain.requires_grad_(False)
 
 
 def _replace(model: nn.Module, name: str, layer: nn.Module) -> None:

@@ -1,5 +1,6 @@
 """Hybrid: several optimizers as one, for schedulers, trainers and loops that take a single optimizer."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +29,11 @@ class Hybrid(Optimizer):
         owners: dict[int, Optimizer] = {}
         for optimizer in optimizers:
             if not isinstance(optimizer, Optimizer):
-                raise UsageTypeError(f"Hybrid joins torch optimizers, not {type(optimizer).__name__}")
+                raise UsageTypeError(f"Hybrid joins torch optimizers, not {type(optimizer).__name__}; give them one by one")
+            closure = inspect.signature(optimizer.step).parameters.get("closure")
+            if closure is not None and closure.default is inspect.Parameter.empty:
+                raise UsageError(f"{type(optimizer).__name__} computes the loss several times in a step, and each would "
+                                 "cast votes; give the float parameters to AdamW or its kin")
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 if layer_of(parameter) is not None and not isinstance(optimizer, GFT):
                     raise UsageError(f"{type(optimizer).__name__} was given a quantized weight, which only gft.GFT can "

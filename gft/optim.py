@@ -111,6 +111,9 @@ class GFT(Optimizer):
             check_sharding(weight, self.ranks, shared_out[0])
         super().add_param_group(settings)
         self._attach(self.param_groups[-1])
+        if self.layers() and all(layer.frozen for layer in self.layers()):
+            warnings.warn("all weights given to gft.GFT are frozen, as they were before gft.quantize_ or by requires_grad_; "
+                          "call requires_grad_(True) on the layers that are to train", stacklevel=4)
 
     def _check_weight(self, weight: Any, rule: Rule) -> None:
         """Raise before anything is changed if this is no weight that the rule can train, or another optimizer trains it."""

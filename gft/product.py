@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gft import ops
+from gft.errors import UsageError
 from gft.storage import Storage
 from gft.votes import Int4, Int8, Sign, Ternary, Vote, VoteAccumulator
 
@@ -32,12 +33,15 @@ class Layer(Protocol):
     training: bool
     storage: Storage
     votes: VoteAccumulator | None
+    frozen: bool
     float_shape: tuple[int, ...]
     rows: int
     columns: int
 
     @property
     def inputs(self) -> int: ...
+    @property
+    def casts(self) -> VoteAccumulator | None: ...
     def product_dtype(self, x: Tensor) -> torch.dtype: ...
     def scaled_product(self, x: Tensor, gain: Tensor | None) -> Tensor: ...
     def factors(self, gain: Tensor | None) -> tuple[float, Tensor | None]: ...
@@ -54,7 +58,7 @@ def forward(layer: Layer, x: Tensor, gain: Tensor | None) -> tuple[Tensor, Tenso
     x = x.to(layer.product_dtype(x))  # once, for the product and for the votes
     y = layer.scaled_product(x, gain)
     kept, square = x.new_empty(0, dtype=torch.int8), x.new_empty(0, dtype=torch.float32)
-    votes = layer.votes if x.numel() else None
+    votes = layer.casts if x.numel() else None
     if votes is not None:
         sequence = layer.sequence_length(x.shape, y.shape)
         quantized_x = votes.quantize_x(layer.features_last(x, layer.inputs), sequence, layer.training)
@@ -88,9 +92,9 @@ def backward(layer: Layer, grad_output: Tensor, saved: tuple[Tensor, Tensor, Ten
             grad_gain = (along_levels * scale / gain.float()).to(gain.dtype)
         # After grad_input: the error that flows down belongs to the weights of the forward pass.
         votes.move_in_backward()
-    elif layer.votes is not None and not x_shape.numel():
-        layer.votes.abstain((layer.rows, layer.columns), grad_output.device)
-    elif layer.training and layer.votes is None:
+    elif layer.casts is not None and not x_shape.numel():
+        layer.casts.abstain((layer.rows, layer.columns), grad_output.device)
+    elif layer.training and layer.votes is None and not layer.frozen:
         layer.warn_untrained()
     return grad_input, grad_gain
 
@@ -128,11 +132,27 @@ class Product(torch.autograd.Function):
         return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         *saved, gain = ctx.saved_tensors
-        grad_input, grad_gain = backward(ctx.layer, grads[0], tuple(saved), gain, ctx.x_shape, ctx.needs_input_grad[0])
-        return grad_input, None, None, grad_gain, None
+        with torch.no_grad():
+            both = backward(ctx.layer, grads[0], tuple(saved), gain, ctx.x_shape, ctx.needs_input_grad[0])
+        if torch.is_grad_enabled():  # create_graph=True
+            both = tuple(None if grad is None else Once.apply(grad, grads[0]) for grad in both)
+        return both[0], None, None, both[1], None
+
+
+class Once(torch.autograd.Function):
+    """A gradient that cannot be differentiated again. Not torch's once_differentiable, which ties it to nothing:
+    torch.autograd.functional.hessian then finds no way from it to x and answers with zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, grad_output: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        raise UsageError("a gradient of a gradient (create_graph=True, gradient penalties, Hessians) is not taken through "
+                         "integer weights; leave the layers it flows through float with filter_fn")
 
 
 # ---------------------------------------------------------------------------------------------------- for torch.compile
@@ -155,7 +175,7 @@ def handle_of(layer: Layer) -> Tensor:
 
 def kept_as(layer: Layer, x_shape: torch.Size, y_shape: torch.Size) -> str:
     """The name of the quantizer of x that backward keeps; empty where none is."""
-    return "" if layer.votes is None else type(layer.votes.vote.within(layer.sequence_length(x_shape, y_shape))).__name__
+    return "" if layer.casts is None else type(layer.casts.vote.within(layer.sequence_length(x_shape, y_shape))).__name__
 
 
 def output_shape(x: Tensor, geometry: Sequence[int]) -> Tensor:

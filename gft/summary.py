@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from gft.layers import NOT_CHOSEN, QuantLayer, names_by_parameter, why_float
+from gft.layers import NOT_CHOSEN, QuantLayer, check_model, names_by_parameter, why_float
 
 
 @dataclass
@@ -88,6 +88,7 @@ def summary(model: nn.Module) -> Summary:
     Each weight is counted once, also where several layers share it. A layer that could be integers and is not was left out
     by filter_fn or, where its weight is shared, by skip_tied.
     """
+    check_model(model)
     kinds: dict[tuple[str, int | None, str], Kind] = {}
     seen: set[int] = set()
     for name, kind, weights, bytes_before, stored in _parts(model, names_by_parameter(model), seen):

@@ -13,11 +13,23 @@ from lightning.pytorch.utilities.model_summary.model_summary import LayerSummary
 from lightning.pytorch.utilities.model_summary.model_summary import ModelSummary as Summary
 from torch import nn
 
+from gft.errors import UsageError
 from gft.integrations.records import model_bytes, record, weights_of
 from gft.layers import quantized_layers
 
 
-class Statistics(callbacks.Callback):
+class _KeepsIntegers(callbacks.Callback):
+    """What all callbacks here see to before training begins."""
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        averages = any(isinstance(one, callbacks.StochasticWeightAveraging) for one in getattr(trainer, "callbacks", ()))
+        if averages and quantized_layers(pl_module):
+            raise UsageError("StochasticWeightAveraging would average the bytes of integer weights; leave it out and use "
+                             "gft.averaged(model), which averages what they stand for")
+
+
+class Statistics(_KeepsIntegers):
     """Logs flips, zeros, edges and bytes (`gft.integrations.records`) to the trainer's loggers, as often as the trainer logs
     (`log_every_n_steps`)."""
 
@@ -61,7 +73,7 @@ class CountedSummary(Summary):
         return model_bytes(self._model) / 1e6
 
 
-class _Counted(callbacks.ModelSummary):
+class _Counted(_KeepsIntegers, callbacks.ModelSummary):
     def _summary(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Summary:  # type: ignore[override]
         return CountedSummary(pl_module, max_depth=self._max_depth)
 

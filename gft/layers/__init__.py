@@ -25,6 +25,8 @@ from gft.layers.layer import QuantLayer
 from gft.layers.linear import QuantLinear
 from gft.layers.parameters import (
     FilterFn,
+    check_filter,
+    check_model,
     dense,
     names_by_parameter,
     number_layers,
@@ -37,6 +39,6 @@ from gft.layers.twins import NOT_CHOSEN, QUANTIZED, float_twin, is_transposed_li
 
 __all__ = ["NOT_CHOSEN", "QUANTIZED", "FilterFn", "QuantConv1d", "QuantConv2d", "QuantConv3d", "QuantConvTranspose1d",
            "QuantConvTranspose2d", "QuantConvTranspose3d", "QuantConvolution", "QuantExperts", "QuantLayer",
-           "QuantLinear", "QuantMultiheadAttention", "dense", "float_twin", "is_transposed_linear", "layer_of",
-           "names_by_parameter", "number_layers", "quantized", "quantized_layers", "quantized_twin",
-           "some_names", "twin_of", "why_float"]
+           "QuantLinear", "QuantMultiheadAttention", "check_filter", "check_model", "dense", "float_twin",
+           "is_transposed_linear", "layer_of", "names_by_parameter", "number_layers", "quantized",
+           "quantized_layers", "quantized_twin", "some_names", "twin_of", "why_float"]

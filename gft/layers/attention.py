@@ -7,6 +7,7 @@ torch's own keeps q, k and v in one parameter and never calls a layer. Here they
 cross-attention multiplies nothing twice.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from gft.errors import UsageError
+from gft.layers.layer import require_grad
 from gft.layers.linear import QuantLinear, linear_of
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -37,16 +39,23 @@ class QuantMultiheadAttention(nn.Module):
     def __init__(self, embed_dim: int, num_heads: int, bits: int = 4, *, memory: bool = True, gain: bool = False,
                  **attention: Any) -> None:
         float_attention = nn.MultiheadAttention(embed_dim, num_heads, **attention)
-        self._take_over(float_attention, bits, {"memory": memory, "gain": gain})
+        self._take_over(float_attention, lambda linear: QuantLinear.from_float(linear, bits, memory=memory, gain=gain))
 
     @classmethod
     def from_float(cls, attention: nn.MultiheadAttention, bits: int = 4, **settings: Any) -> "QuantMultiheadAttention":
         """The layer on the grids nearest to `attention`; the settings are those of QuantLinear.from_float."""
         layer = cls.__new__(cls)
-        layer._take_over(attention, bits, settings)
+        layer._take_over(attention, lambda linear: QuantLinear.from_float(linear, bits, **settings))
         return layer
 
-    def _take_over(self, attention: nn.MultiheadAttention, bits: int, settings: dict[str, Any]) -> None:
+    @classmethod
+    def opened(cls, attention: nn.MultiheadAttention) -> nn.Module:
+        """A float module that computes what `attention` does, with its weights, by layers whose inputs hooks can see."""
+        layer = cls.__new__(cls)
+        layer._take_over(attention, lambda linear: linear)
+        return layer
+
+    def _take_over(self, attention: nn.MultiheadAttention, layer_of: Callable[[nn.Linear], nn.Module]) -> None:
         super().__init__()
         self.embed_dim, self.num_heads, self.head_dim = attention.embed_dim, attention.num_heads, attention.head_dim
         self.kdim, self.vdim, self.batch_first = attention.kdim, attention.vdim, attention.batch_first
@@ -55,9 +64,13 @@ class QuantMultiheadAttention(nn.Module):
         biases = (None,) * 3 if attention.in_proj_bias is None else attention.in_proj_bias.chunk(3)
         for name, weight, bias in zip(PROJECTIONS, _in_weights(attention), biases, strict=True):
             linear = linear_of(weight, None if bias is None else nn.Parameter(bias.detach().clone()))
-            self.add_module(name, QuantLinear.from_float(linear, bits, **settings))
-        self.out_proj = QuantLinear.from_float(attention.out_proj, bits, **settings)
+            self.add_module(name, layer_of(linear))
+        self.out_proj: Any = layer_of(linear_of(attention.out_proj.weight, attention.out_proj.bias))
         self.train(attention.training)
+
+    def requires_grad_(self, requires_grad: bool = True) -> "QuantMultiheadAttention":
+        """False freezes all of it, True lets it train again."""
+        return require_grad(self, requires_grad)
 
     def to_float(self) -> nn.MultiheadAttention:
         """An nn.MultiheadAttention with the float values used in forward."""

@@ -9,11 +9,13 @@ An expert that no token goes to casts no votes and stays where it is.
 """
 
 import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gft.layers.layer import require_grad
 from gft.layers.linear import QuantLinear, linear_of
 
 UP = ("gate_up_proj", "up_proj")  # with a gate, and without
@@ -41,10 +43,13 @@ class QuantExperts(nn.Module):
     DeepSeek, GPT-OSS and their kin). Called as that is: with tokens, the experts that each goes to, and their weights."""
 
     def __init__(self, float_experts: nn.Module, bits: int = 4, **settings: Any) -> None:
+        self._take_over(float_experts, lambda linear: QuantLinear.from_float(linear, bits, **settings))
+
+    def _take_over(self, float_experts: nn.Module, layer_of: Callable[[nn.Linear], nn.Module]) -> None:
         super().__init__()
         self._up_name = "gate_up_proj" if hasattr(float_experts, "gate_up_proj") else "up_proj"
         self.num_experts: int = len(float_experts.down_proj)  # type: ignore[arg-type]
-        self.gate_up, self.down = (nn.ModuleList(self._layers(float_experts, name, bits, settings))
+        self.gate_up, self.down = (nn.ModuleList(layer_of(linear) for linear in _linears(float_experts, name))
                                    for name in (self._up_name, "down_proj"))
         # All but the weights: how a gate is computed, and what dequantize_ gives them back to. In a tuple, where torch does
         # not look for parameters: it has none.
@@ -56,15 +61,16 @@ class QuantExperts(nn.Module):
         """The experts on the grids nearest to theirs; the settings are those of QuantLinear.from_float."""
         return cls(experts, bits, **settings)
 
-    @staticmethod
-    def _layers(experts: Any, name: str, bits: int, settings: dict[str, Any]) -> list[QuantLinear]:
-        weights, biases = getattr(experts, name), getattr(experts, f"{name}_bias", None)
-        layers = []
-        for expert, weight in enumerate(weights.detach()):
-            bias = None if biases is None else nn.Parameter(biases[expert].detach().clone())
-            linear = linear_of(weight.t() if experts.is_transposed else weight, bias)
-            layers.append(QuantLinear.from_float(linear, bits, **settings))
-        return layers
+    @classmethod
+    def opened(cls, experts: nn.Module) -> nn.Module:
+        """A float module that computes what `experts` does, with its weights, by layers whose inputs hooks can see."""
+        layer = cls.__new__(cls)
+        layer._take_over(experts, lambda linear: linear)
+        return layer
+
+    def requires_grad_(self, requires_grad: bool = True) -> "QuantExperts":
+        """False freezes all of them, True lets them train again."""
+        return require_grad(self, requires_grad)
 
     def to_float(self) -> nn.Module:
         """The module of transformers that this was, with the float values used in forward."""
@@ -96,6 +102,14 @@ class QuantExperts(nn.Module):
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}"
+
+
+def _linears(experts: Any, name: str) -> Iterator[nn.Linear]:
+    """One for each expert, over a slice of the parameter."""
+    weights, biases = getattr(experts, name), getattr(experts, f"{name}_bias", None)
+    for expert, weight in enumerate(weights.detach()):
+        bias = None if biases is None else nn.Parameter(biases[expert].detach().clone())
+        yield linear_of(weight.t() if experts.is_transposed else weight, bias)
 
 
 def _without_weights(experts: nn.Module) -> nn.Module:

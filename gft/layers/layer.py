@@ -14,6 +14,7 @@ grad_input alone. What the graph keeps of x is q(x), packed to 2, 4 or 8 bits an
 """
 
 import math
+import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -47,13 +48,17 @@ class QuantLayer(nn.Module):
     log_gain: nn.Parameter | None
     bias: nn.Parameter | None
     votes: VoteAccumulator | None  # given by the optimizer
+    frozen: bool = False  # by requires_grad_(False): casts no votes, whoever its optimizer is
     number: int | None  # among the model's quantized layers, for the random streams (number_layers)
+    name: str | None = None  # in the model that was quantized, for errors (number_layers)
     transposed = False  # are the rows of the weight features of x, not of y?
 
     def __init__(self, float_shape: tuple[int, ...], storage: Storage, *, bias: bool = False, gain: bool = False,
                  scales: str | int = "tensor", device: torch.device | str | None = None,
                  dtype: torch.dtype | None = None) -> None:
         super().__init__()
+        if 0 in float_shape:
+            raise UsageError(f"a weight of shape {float_shape} is empty, with nothing to quantize; use torch's layer")
         self.float_shape, self.storage = float_shape, storage
         self.rows, self.columns = float_shape[0], math.prod(float_shape[1:])
         levels = torch.zeros(self.rows, self.columns, dtype=torch.int8, device=device)
@@ -87,6 +92,8 @@ class QuantLayer(nn.Module):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """A layer that was built on the meta device gets its weight later, by load_state_dict(assign=True) or by another
         loader: the anchor goes with it."""
+        if name == "weight" or name.startswith(("weight_", "qweight_")):
+            self._refuse_float_weight()
         super().register_parameter(name, param)
         if name == "qweight" and "_anchor" in self.__dict__:
             if self._anchor.device != self.qweight.device:
@@ -96,6 +103,9 @@ class QuantLayer(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> "QuantLayer":
         """`.to`, `.cuda`, `.half` and their kin: the anchor goes with the weight, which may be another one after, and tells
         the layer's float type. The scale keeps its own: rounding it would move all weights."""
+        if fn(torch.empty(0, dtype=self.qweight.dtype, device=self.qweight.device)).dtype != self.qweight.dtype:
+            raise UsageError(f"the weight of {self.name or self} is integers, which .type(dtype) would take for floats; "
+                             "use .to(dtype), which changes the float parts alone")
         scale = self.scale
         super()._apply(fn, recurse)
         if self.scale.dtype != scale.dtype:
@@ -172,18 +182,47 @@ class QuantLayer(nn.Module):
     # ------------------------------------------------------------------ shared
 
     @property
+    def casts(self) -> VoteAccumulator | None:
+        """Where this layer's votes go; None if it casts none, for want of an optimizer or because it is frozen."""
+        return None if self.frozen else self.votes
+
+    def requires_grad_(self, requires_grad: bool = True) -> "QuantLayer":
+        """False freezes the layer: its weight gets no votes, its bias and gain no gradients. True lets them train again.
+        torch asks a layer only if it is called on the layer itself; a parent's goes to the parameters past it."""
+        self.frozen = not requires_grad
+        for parameter in (self.bias, self.log_gain):
+            if parameter is not None:
+                parameter.requires_grad_(requires_grad)
+        return self
+
+    @property
     def weight(self) -> Tensor:
         """The float weight that the layer computes with, read out of the integers anew, for code that looks at a layer's
         weight or its type (`x.to(layer.weight.dtype)`). To multiply by it outside of the layer casts no votes: while the
         layer trains, backward raises."""
         weight = self.float_weight().to(self.dtype)
-        if self.votes is not None and self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        trains = self.casts is not None and self.training and torch.is_grad_enabled()
+        if trains and not torch.compiler.is_compiling():
             weight.requires_grad_().register_hook(self._refuse_gradient)
         return weight
 
+    @weight.setter
+    def weight(self, _: Any) -> None:
+        self._refuse_float_weight()
+
+    def _refuse_float_weight(self) -> None:
+        raise UsageError(f"the weight of {self.name or self} is integers, and no float one can be set in its place, as "
+                         "prune, weight tying and layer.weight = … do; do that to the float model, before gft.quantize_")
+
     def _refuse_gradient(self, _: Tensor) -> None:
-        raise UsageError(f"the weight of {self} was multiplied outside of the layer, which casts no votes on it; call the "
-                         "layer itself, or leave it out with filter_fn")
+        if self.name is None:
+            raise UsageError(f"the weight of {self} was multiplied outside of the layer, which casts no votes on it; call "
+                             "the layer itself, or leave it out with filter_fn")
+        block = re.fullmatch(r"(?:.*\.)?\d+(\..+)", self.name)  # layers.0.mixer.dt_proj: the same part of all of them
+        others = f"name != {self.name!r}" if block is None else f"not name.endswith({block[1]!r})"
+        raise UsageError(f"the weight of {self.name} ({type(self).__name__}) was multiplied outside of the layer, which "
+                         "casts no votes on it; call the layer itself, or leave it float: "
+                         f"gft.quantize_(model, filter_fn=lambda module, name: {others})")
 
     @property
     def dtype(self) -> torch.dtype:
@@ -233,6 +272,9 @@ class QuantLayer(nn.Module):
         return (log_gain * self.columns**0.5).exp()[0]
 
     def forward(self, x: Tensor) -> Tensor:
+        if isinstance(x, torch.fx.Proxy):
+            raise UsageError("torch.fx cannot trace into a layer with integer weights; give it a torch.fx.Tracer whose "
+                             "is_leaf_module says True of gft.layers.QuantLayer, or use torch.export")
         if is_sharded(self.qweight):
             raise UsageError(f"this {type(self).__name__} has only some rows of its weight on this rank; call the module "
                              "that fully_shard was given, or its unshard() first")
@@ -244,7 +286,7 @@ class QuantLayer(nn.Module):
         gain = None if self.log_gain is None else self.gain()
         # Where votes estimate a gradient they tell the gain's, too, and it goes into the product; else torch keeps the
         # product for it.
-        inside = gain if self.votes is not None and self.votes.vote.has_scale else None
+        inside = gain if self.casts is not None and self.casts.vote.has_scale else None
         if exporting() or not torch.is_grad_enabled():
             inside = gain
             y = self.scaled_product(x, inside)
@@ -254,7 +296,7 @@ class QuantLayer(nn.Module):
             geometry = self.geometry
             kept = kept_as(self, x.shape, self._output_shape(x))
             y = torch.ops.gft.product(x, self._anchor, self.qweight, inside, self._handle, geometry, kept)[0]
-        elif self.votes is None and not (x.requires_grad or self.training):
+        elif self.casts is None and not (x.requires_grad or (self.training and not self.frozen)):
             y = self.scaled_product(x, inside)
         else:
             y = Product.apply(x, self._anchor, self.qweight, inside, self)
@@ -294,8 +336,9 @@ class QuantLayer(nn.Module):
 
     def scale_number(self) -> float:
         """`scale` as a number, the rms of them where there are several. Read from the device only when it has changed."""
-        scale, version = self.scale, self.scale._version
-        if self._read_scale is None or self._read_scale[0] is not scale or self._read_scale[1] != version:
+        scale = self.scale
+        version = -1 if scale.is_inference() else scale._version  # one made in inference_mode does not count its changes
+        if version < 0 or self._read_scale is None or self._read_scale[0] is not scale or self._read_scale[1] != version:
             number = float(scale) if scale.dim() == 0 else float(scale.double().square().mean().sqrt())
             self._read_scale = scale, version, number
         return self._read_scale[2]
@@ -323,7 +366,8 @@ class QuantLayer(nn.Module):
         if not self._warned:
             self._warned = True
             warnings.warn(f"this {type(self).__name__} has no optimizer and stays as it is: pass gft.quantized(model) "
-                          "to gft.GFT (AdamW cannot train integers), or call .eval() on layers meant to be frozen",
+                          "to gft.GFT (AdamW cannot train integers), or call requires_grad_(False) on layers meant to be "
+                          "frozen",
                           stacklevel=2)
 
     def _shaped_bias(self) -> Tensor:
@@ -403,6 +447,17 @@ class QuantLayer(nn.Module):
         return storage
 
 
+def require_grad(module: Any, requires_grad: bool) -> Any:
+    """nn.Module.requires_grad_ for a module that is made of quantized layers: those are asked themselves."""
+    for part in module.modules():
+        if isinstance(part, QuantLayer):
+            part.requires_grad_(requires_grad)
+        else:
+            for parameter in part.parameters(recurse=False):
+                parameter.requires_grad_(requires_grad)
+    return module
+
+
 FROM_FLOAT = {"keep": scale_of, "fit": fitted_scale}  # starts that take float weights over, by how they choose their scale
 
 
@@ -426,5 +481,5 @@ def give_back(layer: Any, float_layer: Any) -> Any:
     with torch.no_grad():
         float_layer.weight.copy_(layer.float_weight())
         if layer.bias is not None:
-            float_layer.bias.copy_(layer.bias)
+            float_layer.bias.copy_(layer.bias).requires_grad_(layer.bias.requires_grad)
     return float_layer.train(layer.training)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
 
 from gft.layers.attention import QuantMultiheadAttention
 from gft.layers.convolution import (
@@ -37,10 +38,10 @@ QUANTIZED = (QuantLayer, QuantMultiheadAttention, QuantExperts)  # what has a to
 
 def twin_of(module: nn.Module) -> Any:
     """The class with integer weights that stands for such a layer; None if there is none."""
+    if _weight_is_computed(module) or why_not_its_weight(module):
+        return None
     if is_transposed_linear(module):
         return QuantLinear
-    if _weight_is_computed(module):
-        return None
     return TWINS.get(type(module)) or (QuantExperts if are_fused_experts(module) else None)
 
 
@@ -72,6 +73,16 @@ def _weight_is_computed(module: nn.Module) -> bool:
     return type(module) in TWINS and not isinstance(module, nn.MultiheadAttention) and "weight" not in module._parameters
 
 
+def why_not_its_weight(module: nn.Module) -> str:
+    """Why the weight itself cannot become integers, as that of nn.Linear(4, 0); empty if it can."""
+    for weight in module.parameters(recurse=False):
+        if not is_lazy(weight) and weight.dim() > 1 and not weight.numel():
+            return "its weight is empty"
+        if not is_lazy(weight) and not weight.is_floating_point():
+            return f"its weight is {str(weight.dtype).removeprefix('torch.')}, not float"
+    return ""
+
+
 def is_transposed_linear(module: nn.Module) -> bool:
     """transformers' Conv1D (GPT-2): a linear layer with its weight the other way round. By name: transformers need not be
     there."""
@@ -85,7 +96,9 @@ def why_float(module: nn.Module) -> str:
         return NOT_CHOSEN
     if any(is_lazy(parameter) for parameter in module.parameters(recurse=False)):
         return "has no weights before its first input"
-    if _weight_is_computed(module):
+    if why := why_not_its_weight(module):
+        return why
+    if _weight_is_computed(module) or isinstance(module, ParametrizationList):
         return "its weight is computed anew before each forward pass (weight_norm, spectral_norm, prune)"
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return "its rows are looked up, not multiplied"

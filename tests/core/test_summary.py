@@ -98,6 +98,7 @@ def test_a_parametrized_weight_is_left_float_and_named():
     assert type(model[1]) is gft.QuantLinear
     kinds = {kind.name: kind for kind in gft.summary(model).floats}
     assert kinds["ParametrizationList"].weights == 930
+    assert "computed anew before each forward pass (weight_norm" in kinds["ParametrizationList"].why
 
 
 def test_a_layer_without_weights_yet_is_left_and_named():

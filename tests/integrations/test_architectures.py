@@ -25,6 +25,7 @@ LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope
 # name -> (model, its configuration, settings, kind of batch, least share of weights that become integers)
 MODELS: dict[str, tuple[str, str, dict[str, Any], str, float]] = {
     "Llama": ("LlamaForCausalLM", "LlamaConfig", GROUPED, "language", 0.85),
+    "Phi": ("PhiForCausalLM", "PhiConfig", TEXT, "language", 0.85),
     "GPT-2": ("GPT2LMHeadModel", "GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "n_positions": 32,
                                                 "bos_token_id": 1, "eos_token_id": 2}, "language", 0.85),
     "Mixtral": ("MixtralForCausalLM", "MixtralConfig", {**MIXTURE, "num_local_experts": 4}, "language", 0.94),
@@ -37,6 +38,10 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], str, float]] = {
     "CLIP": ("CLIPVisionModel", "CLIPVisionConfig", IMAGE, "image", 0.95),
     "DINOv2": ("Dinov2ForImageClassification", "Dinov2Config", {**IMAGE, "num_labels": 5}, "image", 0.95),
     "SigLIP": ("SiglipVisionModel", "SiglipVisionConfig", IMAGE, "image", 0.95),
+    "Swin": ("SwinForImageClassification", "SwinConfig", {"image_size": 16, "patch_size": 2, "embed_dim": 16,
+             "depths": [1, 1], "num_heads": [2, 2], "window_size": 4, "num_labels": 5}, "image", 0.9),
+    "ConvNeXt": ("ConvNextForImageClassification", "ConvNextConfig", {"hidden_sizes": [8, 16], "depths": [1, 1],
+                 "num_stages": 2, "num_labels": 5}, "image", 0.9),
     "ResNet": ("ResNetForImageClassification", "ResNetConfig", {"embedding_size": 8, "hidden_sizes": [8, 16],
                "depths": [1, 1], "layer_type": "basic", "num_labels": 5}, "image", 0.95),
     "BERT": ("BertForSequenceClassification", "BertConfig", TEXT, "text", 0.75),
@@ -137,6 +142,31 @@ def test_a_tied_head_is_refused_or_left_out(refuses):
     assert not quantized_layers(model)
 
 
+def test_mamba_trains_by_the_lines_that_the_errors_say(refuses):
+    """It multiplies the weights of two layers of each block by itself."""
+    ends: list[str] = []
+
+    def train() -> gft.Hybrid:
+        torch.manual_seed(0)
+        model = transformers.MambaForCausalLM(transformers.MambaConfig(
+            vocab_size=64, hidden_size=32, state_size=4, num_hidden_layers=2, time_step_rank=4))
+        gft.quantize_(model, 4, lambda module, name: not name.endswith(tuple(ends)), skip_tied=True)
+        optimizer = hybrid_of(model, lr=1.0)
+        loss_of(model, batch_of("language")).backward()
+        optimizer.step()
+        return optimizer
+
+    for _ in range(2):
+        with refuses(ValueError, r"backbone\.layers\.1\.mixer\.\w+ \(Quant"):
+            try:
+                train()
+            except ValueError as error:
+                ends.append(str(error).split("name.endswith('")[1].split("'")[0])
+                raise
+    assert sorted(ends) == [".mixer.conv1d", ".mixer.dt_proj"]
+    assert train().optimizers[0].flips() > 0
+
+
 # ---------------------------------------------------------------------------------------------------- experts
 
 
@@ -180,6 +210,15 @@ def test_experts_equal_the_float_module_they_give_back():
     twin = copy.deepcopy(layer)
     assert torch.equal(twin(*arguments), layer(*arguments))
     assert sum(weight.numel() for weight in twin.parameters()) == sum(weight.numel() for weight in plain.parameters())
+
+
+def test_experts_are_rounded_for_the_tokens_that_they_get():
+    model, batch, lost = build("Mixtral").eval(), batch_of("language"), {}
+    expected = output_of(model, batch)
+    for init in ("fit", gft.GPTQ([batch])):
+        one = gft.quantize_(copy.deepcopy(model), 3, lambda _, name: name.endswith("experts"), init=init, scales="row")
+        lost[str(init)[:4]] = float((output_of(one, batch) - expected).detach().square().mean())
+    assert lost["GPTQ"] < 0.5 * lost["fit"]
 
 
 @pytest.mark.parametrize("spoil", [

@@ -133,3 +133,13 @@ def test_lightning_prints_the_right_counts_in_both_tables(tmp_path, capsys, capl
     pytest.importorskip("rich")
     fit(Lit(memory=False), trainer_of(tmp_path, 1, enable_model_summary=True, callbacks=[RichModelSummary()]))
     assert "Non-trainable params: 0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("ours", [Statistics, ModelSummary, RichModelSummary])
+@pytest.mark.parametrize("first", [True, False], ids=["before it", "after it"])
+def test_lightning_s_average_of_integers_is_refused_before_it_begins(tmp_path, refuses, ours, first):
+    model, average = Lit(memory=False), pl.callbacks.StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)
+    before = [parameter.clone() for parameter in model.parameters()]
+    with refuses(ValueError, r"StochasticWeightAveraging would average the bytes.*gft\.averaged\(model\)"):
+        fit(model, trainer_of(tmp_path, 2, callbacks=[ours(), average] if first else [average, ours()]))
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))

@@ -108,7 +108,7 @@ class GftQuantizer(HfQuantizer):
         if not any("numbers" in group for group in self.quantization_config.layers):
             for layer in layers.values():
                 layer.number = None
-        number_layers(layers.values())
+        number_layers(layers)
         self._expect_codes(model, layers)
         return model
 
