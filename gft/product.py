@@ -1,16 +1,15 @@
 """The product a quantized layer computes, and the votes its backward pass casts.
 
-    forward    y = gain · scale · (x · levels^T)
-    backward   grad_input = gain · scale · (grad_output · levels)      ordinary, by the chain rule (paper, Eq. 2)
+    forward    y = x · weight^T                                        weight = gain · scale · levels, read out and dropped
+    backward   grad_input = grad_output · weight                       ordinary, by the chain rule (paper, Eq. 2)
                votes     += q(grad_output)^T · q(x)                    instead of a weight gradient (votes.py)
-               grad_gain  = sum(votes · levels) on the votes' scales   so that nothing but q(x) is kept for it
+               grad_gain  = sum(votes · weight) on the votes' scales   so that nothing but q(x) is kept for it
 
 Twice: as an autograd function, for eager mode, and as operators of torch.library, for torch.compile. Both call the same two
 functions, `forward` and `backward`.
 """
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -22,8 +21,9 @@ from torch import Tensor
 
 from gft import ops
 from gft.errors import UsageError
+from gft.ops import Quantized
 from gft.storage import Storage
-from gft.votes import Int4, Int8, Sign, Ternary, Vote, VoteAccumulator
+from gft.votes import Along, Int4, Int8, Sign, Ternary, Vote, VoteAccumulator
 
 
 class Layer(Protocol):
@@ -43,59 +43,59 @@ class Layer(Protocol):
     @property
     def casts(self) -> VoteAccumulator | None: ...
     def product_dtype(self, x: Tensor) -> torch.dtype: ...
-    def scaled_product(self, x: Tensor, gain: Tensor | None) -> Tensor: ...
-    def factors(self, gain: Tensor | None) -> tuple[float, Tensor | None]: ...
-    def grad_input(self, grad_output: Tensor, levels: Tensor, scale: float, x_shape: torch.Size) -> Tensor: ...
+    def check_input(self, x: Tensor) -> None: ...
+    def product(self, x: Tensor, weight: Tensor) -> Tensor: ...
+    def stored_product(self, x: Tensor, scaling: ops.Scaling) -> Tensor: ...
+    def scaling(self, log_gain: Tensor | None) -> ops.Scaling: ...
+    def gain_slope(self) -> float: ...
+    def grad_input(self, grad_output: Tensor, weight: Tensor, x_shape: torch.Size) -> Tensor: ...
     def features_last(self, x: Tensor, features: int) -> Tensor: ...
-    def sequence_length(self, x_shape: torch.Size, y_shape: torch.Size) -> int: ...
+    def sequence_length(self, x_shape: torch.Size) -> int: ...
     def vote_pieces(self, x: Tensor, x_shape: torch.Size, grad: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]: ...
     def warn_untrained(self) -> None: ...
 
 
-def forward(layer: Layer, x: Tensor, gain: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The layer's output, what is kept of x for the votes, and x's mean square by feature; the last two empty if no votes
+def forward(layer: Layer, x: Tensor, log_gain: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The layer's output, what is kept of x for the votes, and sums of x's squares by feature; the last two None if no votes
     are wanted."""
-    x = x.to(layer.product_dtype(x))  # once, for the product and for the votes
-    y = layer.scaled_product(x, gain)
-    kept, square = x.new_empty(0, dtype=torch.int8), x.new_empty(0, dtype=torch.float32)
-    votes = layer.casts if x.numel() else None
-    if votes is not None:
-        sequence = layer.sequence_length(x.shape, y.shape)
-        quantized_x = votes.quantize_x(layer.features_last(x, layer.inputs), sequence, layer.training)
-        kept = _packed(quantized_x.q, votes.vote.within(sequence))
-        square = square if quantized_x.mean_square is None else quantized_x.mean_square
-    return y, kept, square
+    dtype, votes = layer.product_dtype(x), layer.casts
+    x = x if x.dtype is dtype else x.to(dtype)  # once, for the product and for the votes
+    if votes is None or not x.numel():
+        return layer.stored_product(x, layer.scaling(log_gain)), None, None
+    layer.check_input(x)
+    sequence = layer.sequence_length(x.shape)
+    stored = ops.StoredWeight(layer.qweight.detach(), layer.storage, layer.columns, dtype, layer.scaling(log_gain))
+    weight, quantized = votes.quantize_x(layer.features_last(x, layer.inputs), sequence, layer.training, stored)
+    assert weight is not None
+    return layer.product(x, weight), _packed(quantized.q, votes.vote.within(sequence)), quantized.squares
 
 
-def backward(layer: Layer, grad_output: Tensor, saved: tuple[Tensor, Tensor, Tensor], gain: Tensor | None,
+def backward(layer: Layer, grad_output: Tensor, saved: tuple[Tensor, Tensor | None, Tensor | None], log_gain: Tensor | None,
              x_shape: torch.Size, wants_grad_input: bool) -> tuple[Tensor | None, Tensor | None]:
-    """grad_input, if it is wanted, and the gain's gradient, if there is one; and the votes are cast."""
-    (weight, kept, square), votes, grad_input, grad_gain = saved, layer.votes, None, None
-    votes = votes if kept.numel() else None
-    for_votes = votes is not None and (gain is not None or (isinstance(votes.vote, Sign) and votes.vote.literal_mask))
-    levels, (scale, factors) = None, layer.factors(gain)
-    if wants_grad_input or for_votes:
-        levels = ops.float_levels(weight, layer.storage, layer.columns, grad_output.dtype, factors)
-    if wants_grad_input:
-        assert levels is not None
-        grad_input = layer.grad_input(grad_output, levels.view(layer.float_shape), scale, x_shape)
-    if not for_votes:
-        levels = None  # the votes need the room
-    if votes is not None:
-        sequence = layer.sequence_length(x_shape, grad_output.shape)
-        q = _unpacked(kept, votes.vote.within(sequence), math.prod(x_shape) // layer.inputs, layer.inputs)
-        along_levels = votes.cast(partial(layer.vote_pieces, q, x_shape), square if square.numel() else None,
-                                  layer.features_last(grad_output, layer.rows), (layer.rows, layer.columns), sequence,
-                                  levels)
-        if gain is not None and along_levels is not None:
-            # The levels have the gain in them, its derivative has not.
-            grad_gain = (along_levels * scale / gain.float()).to(gain.dtype)
-        # After grad_input: the error that flows down belongs to the weights of the forward pass.
-        votes.move_in_backward()
-    elif layer.casts is not None and not x_shape.numel():
-        layer.casts.abstain((layer.rows, layer.columns), grad_output.device)
-    elif layer.training and layer.votes is None and not layer.frozen:
-        layer.warn_untrained()
+    """grad_input, if it is wanted, and the gradient of the gain's logarithm, if there is one; and the votes are cast."""
+    stored, kept, squares = saved
+    votes = None if kept is None else layer.votes
+    asks = votes is not None and (log_gain is not None or votes.reads_weight)
+    read = ops.StoredWeight(stored, layer.storage, layer.columns, grad_output.dtype, layer.scaling(log_gain))
+    if votes is None or kept is None:
+        if layer.casts is not None and not x_shape.numel():
+            layer.casts.abstain((layer.rows, layer.columns), grad_output.device)
+        elif layer.training and layer.votes is None and not layer.frozen:
+            layer.warn_untrained()
+        return layer.grad_input(grad_output, ops.float_levels(*read), x_shape) if wants_grad_input else None, None
+    sequence = layer.sequence_length(x_shape)
+    weight, quantized = votes.quantize_grad(layer.features_last(grad_output, layer.rows), sequence,
+                                            read if wants_grad_input or asks else None)
+    grad_input = layer.grad_input(grad_output, weight, x_shape) if wants_grad_input and weight is not None else None
+    along = Along(weight, layer.gain_slope() if log_gain is not None else 1.0) if asks else None
+    weight = None  # the votes need the room
+    q = _unpacked(kept, votes.vote.within(sequence), x_shape.numel() // layer.inputs, layer.inputs)
+    grad_gain = votes.cast(partial(layer.vote_pieces, q, x_shape), Quantized(q, squares), quantized,
+                           (layer.rows, layer.columns), sequence, along)
+    if grad_gain is not None and log_gain is not None and grad_gain.dtype is not log_gain.dtype:
+        grad_gain = grad_gain.to(log_gain.dtype)
+    # After grad_input: the error that flows down belongs to the weights of the forward pass.
+    votes.move_in_backward()
     return grad_input, grad_gain
 
 
@@ -117,25 +117,25 @@ def _unpacked(kept: Tensor, vote: Vote, tokens: int, features: int) -> Tensor:
 
 
 class Product(torch.autograd.Function):
-    """gain · scale · product(x, levels), with votes in place of the weight's gradient.
+    """product(x, weight), with votes in place of the weight's gradient.
 
     `anchor` is an empty tensor that requires grad: it makes backward run even where x itself needs no gradient, as at
     the first layer, since an integer weight cannot ask for one.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor, weight: Tensor, gain: Tensor | None, layer: Layer) -> Tensor:
-        y, kept, square = forward(layer, x, gain)
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, stored: Tensor, log_gain: Tensor | None, layer: Layer) -> Tensor:
+        y, kept, squares = forward(layer, x, log_gain)
         ctx.layer, ctx.x_shape = layer, x.shape
-        ctx.save_for_backward(weight, kept, square, gain)
+        ctx.save_for_backward(stored, kept, squares, log_gain)
         # Not as a view, which torch would not let a model change in place (`y += residual`).
         return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        *saved, gain = ctx.saved_tensors
+        stored, kept, squares, log_gain = ctx.saved_tensors
         with torch.no_grad():
-            both = backward(ctx.layer, grads[0], tuple(saved), gain, ctx.x_shape, ctx.needs_input_grad[0])
+            both = backward(ctx.layer, grads[0], (stored, kept, squares), log_gain, ctx.x_shape, ctx.needs_input_grad[0])
         if torch.is_grad_enabled():  # create_graph=True
             both = tuple(None if grad is None else Once.apply(grad, grads[0]) for grad in both)
         return both[0], None, None, both[1], None
@@ -173,9 +173,9 @@ def handle_of(layer: Layer) -> Tensor:
     return torch.tensor(number, device="cpu")
 
 
-def kept_as(layer: Layer, x_shape: torch.Size, y_shape: torch.Size) -> str:
+def kept_as(layer: Layer, x_shape: torch.Size) -> str:
     """The name of the quantizer of x that backward keeps; empty where none is."""
-    return "" if layer.casts is None else type(layer.casts.vote.within(layer.sequence_length(x_shape, y_shape))).__name__
+    return "" if layer.casts is None else type(layer.casts.vote.within(layer.sequence_length(x_shape))).__name__
 
 
 def output_shape(x: Tensor, geometry: Sequence[int]) -> Tensor:
@@ -198,16 +198,18 @@ def convolve(x: Tensor, weight: Tensor,
 
 
 @torch.library.custom_op("gft::product", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def _product_operator(x: Tensor, anchor: Tensor, weight: Tensor, gain: Tensor | None, handle: Tensor,
+def _product_operator(x: Tensor, anchor: Tensor, stored: Tensor, log_gain: Tensor | None, handle: Tensor,
                       geometry: Sequence[int], vote: str) -> tuple[Tensor, Tensor, Tensor]:
-    return forward(_LAYERS[int(handle)], x, gain)
+    y, kept, squares = forward(_LAYERS[int(handle)], x, log_gain)
+    return (y, x.new_empty(0, dtype=torch.int8) if kept is None else kept,
+            x.new_empty(0, dtype=torch.float32) if squares is None else squares)
 
 
 @_product_operator.register_fake
-def _(x: Tensor, anchor: Tensor, weight: Tensor, gain: Tensor | None, handle: Tensor, geometry: Sequence[int],
+def _(x: Tensor, anchor: Tensor, stored: Tensor, log_gain: Tensor | None, handle: Tensor, geometry: Sequence[int],
       vote: str) -> tuple[Tensor, Tensor, Tensor]:
     y = output_shape(x, geometry)
-    kept, square = x.new_empty(0, dtype=torch.int8), x.new_empty(0, dtype=torch.float32)
+    kept, squares = x.new_empty(0, dtype=torch.int8), x.new_empty(0, dtype=torch.float32)
     if vote:
         inputs = x.shape[-1] if len(geometry) == 1 else x.shape[-1 - geometry[0]]
         tokens, bits = x.numel() // inputs, _VOTES[vote].bits
@@ -219,42 +221,44 @@ def _(x: Tensor, anchor: Tensor, weight: Tensor, gain: Tensor | None, handle: Te
         else:
             kept = x.new_empty(tokens, inputs, dtype=torch.int8)
         if _VOTES[vote].has_scale:
-            square = x.new_empty(inputs, dtype=torch.float32)
-    return y, kept, square
+            squares = x.new_empty(ops.runs_of(x, tokens), inputs, dtype=torch.float32)
+    return y, kept, squares
 
 
 @torch.library.custom_op("gft::product_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def _product_backward_operator(grad_output: Tensor, weight: Tensor, kept: Tensor, square: Tensor, gain: Tensor | None,
+def _product_backward_operator(grad_output: Tensor, stored: Tensor, kept: Tensor, squares: Tensor, log_gain: Tensor | None,
                                handle: Tensor, x_shape: Sequence[int],
                                wants_grad_input: bool) -> tuple[Tensor, Tensor, Tensor]:
-    grad_input, grad_gain = backward(_LAYERS[int(handle)], grad_output, (weight, kept, square), gain, torch.Size(x_shape),
+    saved = stored, kept if kept.numel() else None, squares if squares.numel() else None
+    grad_input, grad_gain = backward(_LAYERS[int(handle)], grad_output, saved, log_gain, torch.Size(x_shape),
                                      wants_grad_input)
-    nothing = grad_output.new_empty(0, dtype=torch.float32)
-    return (grad_output.new_empty(0) if grad_input is None else grad_input.contiguous(),
-            nothing.clone() if gain is None else torch.zeros_like(gain) if grad_gain is None else grad_gain, nothing)
+    if grad_gain is None:
+        grad_gain = grad_output.new_empty(0, dtype=torch.float32) if log_gain is None else torch.zeros_like(log_gain)
+    return (grad_output.new_empty(0) if grad_input is None else grad_input.contiguous(), grad_gain,
+            grad_output.new_empty(0, dtype=torch.float32))
 
 
 @_product_backward_operator.register_fake
-def _(grad_output: Tensor, weight: Tensor, kept: Tensor, square: Tensor, gain: Tensor | None, handle: Tensor,
+def _(grad_output: Tensor, stored: Tensor, kept: Tensor, squares: Tensor, log_gain: Tensor | None, handle: Tensor,
       x_shape: Sequence[int], wants_grad_input: bool) -> tuple[Tensor, Tensor, Tensor]:
     nothing = grad_output.new_empty(0, dtype=torch.float32)
     return (grad_output.new_empty(x_shape if wants_grad_input else (0,)),
-            nothing.clone() if gain is None else torch.empty_like(gain), nothing)
+            nothing.clone() if log_gain is None else torch.empty_like(log_gain), nothing)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, _, weight, gain, handle, _, _ = inputs
+    x, _, stored, log_gain, handle, _, _ = inputs
     ctx.x_shape = x.shape
-    ctx.save_for_backward(weight, *output[1:], gain, handle)
+    ctx.save_for_backward(stored, *output[1:], log_gain, handle)
 
 
 def _differentiate(ctx: Any, grad_output: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     wants = ctx.needs_input_grad[0]
-    *saved, gain, handle = ctx.saved_tensors
+    *saved, log_gain, handle = ctx.saved_tensors
     # The anchor's gradient is an output of the operator, so a graph cannot drop it where nobody wants grad_input.
-    grad_input, grad_gain, nothing = torch.ops.gft.product_backward(grad_output, *saved, gain, handle, list(ctx.x_shape),
-                                                                    wants)
-    return grad_input if wants else None, nothing, None, None if gain is None else grad_gain, None, None, None
+    grad_input, grad_gain, nothing = torch.ops.gft.product_backward(grad_output, *saved, log_gain, handle,
+                                                                    list(ctx.x_shape), wants)
+    return grad_input if wants else None, nothing, None, None if log_gain is None else grad_gain, None, None, None
 
 
 _product_operator.register_autograd(_differentiate, setup_context=_remember)

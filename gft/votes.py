@@ -17,7 +17,7 @@ A `VoteAccumulator` belongs to a layer and holds its votes between two steps of 
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -112,11 +112,17 @@ def fixed_point_factors(vote: Vote, rms: Tensor) -> Tensor:
 
 def count_votes(x: Tensor,  # (n, in) int8
                 grad_output: Tensor,  # (n, out) int8
-                largest: int) -> Tensor:  # (out, in) int32, or int64 where int32 could overflow
-    """grad_output^T · x, exact for any number of tokens. Of groups, (groups, n, …): all of them, one above the other."""
+                largest: int,
+                means: Sequence[ops.MeanSquare] = ()) -> Tensor:  # (out, in) int32, or int64 where int32 could overflow
+    """grad_output^T · x, exact for any number of tokens. Of groups, (groups, n, …): all of them, one above the other. Mean
+    squares of both are taken in passing."""
     tokens = x.shape[-2]
     at_once = (2**31 - 1) // largest**2 // 8 * 8
     dtype = torch.int64 if tokens * largest**2 >= INT32_BOUND else torch.int32
+    if tokens <= at_once and x.dim() == 2 and dtype is torch.int32:
+        return ops.votes_product(grad_output, x, means)
+    for one in means:
+        ops.take_mean(*one)
     if x.dim() == 3:
         return ops.grouped_votes_product(grad_output, x, dtype).flatten(0, 1)
     votes: Tensor | None = None
@@ -141,6 +147,13 @@ def apply_literal_mask(votes: Tensor,  # (out, in): sum of s = q(grad_output) q(
 # Quantized grad_output (n, out) -> (rows of the weight, x (n, in) int8, grad_output (n, those rows) int8), piece by piece.
 # Or for groups of rows, each with an x of its own: (all rows, x (groups, n, in), grad_output (groups, n, rows of a group)).
 Pieces = Callable[[Tensor], Iterable[tuple[slice, Tensor, Tensor]]]
+
+
+class Along(NamedTuple):
+    """What votes are asked of the weight itself: slope · sum(gradient · weight), by which a layer's gain learns."""
+
+    weight: Tensor | None  # (out, in) float
+    slope: float
 
 
 class VoteAccumulator:
@@ -177,10 +190,12 @@ class VoteAccumulator:
         self.shared_out = 0  # backward passes whose votes went to the ranks whose rows they are on: the same on all ranks
         self.recomputed = 0  # those of them that backward itself has run, for activation checkpointing
         self.mean_squares: dict[str, Tensor] = {}  # sums over the backward passes, by the name of the scale
+        self._rooms: dict[str, Tensor] = {}  # where they lie, the same each step
         self.new_second_moment: Tensor | None = None
         self.flips: Tensor | None = None  # how many levels the moves have changed (int64, on the device)
         self.not_finite: Tensor | None = None  # how many values of grad_output were NaN or inf, ever (likewise)
         self._factors: dict[tuple[str, Vote], Tensor] = {}  # fixed_point_factors by scale and quantizer
+        self._grad_factors: Tensor | None = None  # of the grad_output that was quantized last
 
     # ------------------------------------------------------------------ random numbers
 
@@ -221,33 +236,38 @@ class VoteAccumulator:
 
     # ------------------------------------------------------------------ casting
 
-    def quantize_x(self, x: Tensor, sequence: int, training: bool) -> Quantized:
-        """Round x, (n, in) float, to small integers. `sequence`: tokens that make one sample."""
+    def quantize_x(self, x: Tensor, sequence: int, training: bool,
+                   weight: ops.StoredWeight | None = None) -> tuple[Tensor | None, Quantized]:
+        """Round x, (n, in) float, to small integers; a weight is read out beside it. `sequence`: tokens that make one
+        sample."""
         vote, key = self.vote.within(sequence), self.key(1, self.call(self.next_use(training)))
-        return ops.quantize(x, self._factors_of("x_rms", vote, x), vote.largest, key)
+        return _quantized(weight, x, self._factors_of("x_rms", vote, x), vote.largest, key, None)
 
-    def cast(self, pieces: Pieces, x_square: Tensor | None,
-             grad_output: Tensor,  # (n, out) float
-             shape: tuple[int, int],  # (out, in)
-             sequence: int,
-             levels: Tensor | None = None) -> Tensor | None:  # (out, in)
-        """Add the votes of one backward pass. `pieces` pairs the quantized grad_output with the x each row of it is for.
-
-        With `levels` and a quantizer that has a scale, returns an unbiased estimate of sum(gradient · levels): what the
-        votes say about making all weights larger (a layer's gain learns by it).
-        """
-        vote = self.vote.within(sequence)
+    def quantize_grad(self, grad_output: Tensor, sequence: int,
+                      weight: ops.StoredWeight | None = None) -> tuple[Tensor | None, Quantized]:
+        """Round grad_output, (n, out) float, likewise; what is not finite is counted."""
+        vote, key = self.vote.within(sequence), self.key(2, self.call(self.backwards))
         if self.not_finite is None or self.not_finite.device != grad_output.device:
             self.not_finite = torch.zeros((), dtype=torch.int64, device=grad_output.device)
-        grad_factors = self._factors_of("grad_rms", vote, grad_output)
-        q, grad_square = ops.quantize(grad_output, grad_factors, vote.largest, self.key(2, self.call(self.backwards)),
-                                      self.not_finite)
-        self._note("x_rms", x_square)
-        self._note("grad_rms", grad_square)
+        factors = self._factors_of("grad_rms", vote, grad_output)
+        self._grad_factors = factors
+        return _quantized(weight, grad_output, factors, vote.largest, key, self.not_finite)
+
+    def cast(self, pieces: Pieces, x: Quantized, grad_output: Quantized,
+             shape: tuple[int, int],  # (out, in)
+             sequence: int,
+             along: Along | None = None) -> Tensor | None:
+        """Add the votes of one backward pass. `pieces` pairs the quantized grad_output with the x each row of it is for.
+
+        With `along` and a quantizer that has a scale, returns an unbiased estimate of what it asks for, (1,).
+        """
+        q, grad_factors, tokens = grad_output.q, self._grad_factors, len(grad_output.q)
+        means = self._note("x_rms", x.squares, len(x.q)), self._note("grad_rms", grad_output.squares, tokens)
+        waiting = [mean for mean in means if mean is not None]
         self.backwards += 1
         self.pending, self.recomputed = max(self.pending - 1, 0), max(self.recomputed - 1, 0)
-        self.tokens += grad_output.shape[0]
-        wide = self.wide if self.scatter is None else grad_output.shape[0] * self.vote.largest**2 >= INT32_BOUND
+        self.tokens += tokens
+        wide = self.wide if self.scatter is None else tokens * self.vote.largest**2 >= INT32_BOUND
         total = self.votes if self.scatter is None else None  # shared-out votes are counted a backward pass at a time
         if total is not None and wide:
             total = total.to(torch.int64)
@@ -255,22 +275,13 @@ class VoteAccumulator:
         for rows, x_piece, grad_piece in pieces(q):
             if not rows.start:  # once, however many groups of rows there are
                 self.samples += x_piece.shape[-2] // (sequence if self._one_vote_a_sequence(sequence) else 1)
-            votes, counts = self._count(x_piece, grad_piece, sequence)
-            if counts is not None and levels is not None:
-                votes = apply_literal_mask(votes, counts, levels[rows])
-            if levels is not None and grad_factors is not None and self.vote.has_scale:
-                of_rows, of_columns = grad_factors, self._factors_of("x_rms", vote)
-                assert of_columns is not None
-                if self.transposed:
-                    of_rows, of_columns = of_columns, of_rows
-                groups = len(x_piece) if x_piece.dim() == 3 else 1
-                first, size = rows.start or 0, len(votes) // groups
-                for group in range(groups):
-                    of_group, here = slice(first + group * size, first + (group + 1) * size), slice(group * size, None)
-                    some = votes[here][:size]
-                    part = ops.along_levels(some, levels[of_group], of_rows[of_group],
-                                            _repeated(of_columns, of_group, some.shape, shape[0]))
-                    projection = part if projection is None else projection + part
+            votes, counts = self._count(x_piece, grad_piece, sequence, waiting)
+            waiting = []
+            if counts is not None and along is not None and along.weight is not None:
+                votes = apply_literal_mask(votes, counts, along.weight[rows])
+            if along is not None and grad_factors is not None and self.vote.has_scale:
+                part = self._along(votes, rows, along, grad_factors, x_piece, shape)
+                projection = part if projection is None else projection + part
             if total is None and votes.shape == shape:
                 total = votes.to(torch.int64) if wide else votes
                 continue
@@ -280,8 +291,27 @@ class VoteAccumulator:
         if self.scatter is None:
             self.votes = total
         elif total is not None:
-            self._share_out(total, grad_output.shape[0])
+            self._share_out(total, tokens)
         return projection
+
+    def _along(self, votes: Tensor, rows: slice, along: Along, grad_factors: Tensor, x_piece: Tensor,
+               shape: tuple[int, int]) -> Tensor:
+        """What `along` asks for of some rows' votes."""
+        of_rows, of_columns, weight = grad_factors, self._factors_of("x_rms", self.vote), along.weight
+        assert of_columns is not None
+        assert weight is not None
+        if self.transposed:
+            of_rows, of_columns = of_columns, of_rows
+        if votes.shape == shape == (len(of_rows), len(of_columns)):  # a linear layer
+            return ops.along_levels(votes, weight, of_rows, of_columns, along.slope)
+        groups = len(x_piece) if x_piece.dim() == 3 else 1
+        first, size, parts = rows.start or 0, len(votes) // groups, []
+        for group in range(groups):
+            of_group, here = slice(first + group * size, first + (group + 1) * size), slice(group * size, None)
+            some = votes[here][:size]
+            columns = _repeated(of_columns, of_group, some.shape, shape[0])
+            parts.append(ops.along_levels(some, weight[of_group], of_rows[of_group], columns, along.slope))
+        return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
     def abstain(self, shape: tuple[int, int], device: torch.device) -> None:
         """Cast no votes in a backward pass without tokens; where ranks share out the rows, the others wait for them."""
@@ -307,13 +337,23 @@ class VoteAccumulator:
     def _one_vote_a_sequence(self, sequence: int) -> bool:
         return isinstance(self.vote, Sign) and self.vote.per == "sequence" and sequence > 1
 
-    def _count(self, x: Tensor, grad_output: Tensor, sequence: int) -> tuple[Tensor, Tensor | None]:
-        """Votes, and for the literal mask how many of them there were."""
-        if x.dim() == 3 and isinstance(self.vote, Sign) and (self.vote.per == "sequence" or self.vote.literal_mask):
-            parts = [self._count(one_x, one_grad, sequence) for one_x, one_grad in zip(x, grad_output, strict=True)]
+    @property
+    def reads_weight(self) -> bool:
+        """Do votes depend on the weight they are cast on?"""
+        return isinstance(self.vote, Sign) and self.vote.literal_mask
+
+    def _count(self, x: Tensor, grad_output: Tensor, sequence: int,
+               means: Sequence[ops.MeanSquare]) -> tuple[Tensor, Tensor | None]:
+        """Votes, and for the literal mask how many of them there were. Mean squares are taken in passing, where they can."""
+        if not isinstance(self.vote, Sign):
+            return count_votes(x, grad_output, self.vote.largest, means), None
+        for one in means:
+            ops.take_mean(*one)
+        if x.dim() == 3 and (self.vote.per == "sequence" or self.vote.literal_mask):
+            parts = [self._count(one_x, one_grad, sequence, ()) for one_x, one_grad in zip(x, grad_output, strict=True)]
             counts = [count for _, count in parts if count is not None]
             return torch.cat([votes for votes, _ in parts]), torch.cat(counts) if counts else None
-        masked = isinstance(self.vote, Sign) and self.vote.literal_mask
+        masked = self.vote.literal_mask
         if self._one_vote_a_sequence(sequence):
             if masked:
                 return ops.sequence_votes_and_counts(grad_output, x, sequence)
@@ -333,11 +373,19 @@ class VoteAccumulator:
             self._factors[which, vote] = fixed_point_factors(vote, rms)
         return self._factors[which, vote]
 
-    def _note(self, which: str, square: Tensor | None) -> None:
-        if square is not None:
-            if getattr(self, which) is None:
-                setattr(self, which, square.sqrt())
-            self.mean_squares[which] = self.mean_squares[which] + square if which in self.mean_squares else square
+    def _note(self, which: str, squares: Tensor | None, tokens: int) -> ops.MeanSquare | None:
+        """Sums of squares that are to be taken the mean of, and added to the step's."""
+        if squares is None:
+            return None
+        if which not in self._rooms or self._rooms[which].device != squares.device:
+            self._rooms[which] = squares.new_empty(squares.shape[1])
+        mean = ops.MeanSquare(squares, tokens, self._rooms[which], which in self.mean_squares)
+        self.mean_squares[which] = self._rooms[which]
+        if getattr(self, which) is None:  # the first batch: its own scale is needed at once
+            ops.take_mean(*mean)
+            setattr(self, which, self._rooms[which].sqrt())
+            return None
+        return mean
 
     # ------------------------------------------------------------------ between steps
 
@@ -377,6 +425,13 @@ class VoteAccumulator:
             if not bool(((scale >= 0) & torch.isfinite(scale)).all()):
                 raise UsageError(f"the optimizer's state has a {name} with negative or not finite numbers; load a "
                                  "state_dict that is not damaged")
+
+
+def _quantized(weight: ops.StoredWeight | None, values: Tensor, factors: Tensor | None, largest: int, key: NoiseKey,
+               not_finite: Tensor | None) -> tuple[Tensor | None, Quantized]:
+    if weight is None:
+        return None, ops.quantize(values, factors, largest, key, not_finite)
+    return ops.read_and_quantize(weight, values, factors, largest, key, not_finite)
 
 
 def _repeated(factors: Tensor, rows: slice, shape: torch.Size, all_rows: int) -> Tensor:  # (columns,)

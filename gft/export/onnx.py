@@ -164,7 +164,7 @@ class Dequantized(StandIn):
                                          shape=self.levels.shape, version=OPSET_OF_WIDTH[self.width],
                                          metadata_props={NARROW: str(self.width)})
         layer = self.source[0]
-        return self.add_bias(layer.product(x, weight.view(layer.float_shape), 1.0))
+        return self.add_bias(layer.product(x, weight))
 
 
 def _finish(graph: Any) -> None:

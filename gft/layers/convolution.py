@@ -84,16 +84,12 @@ class QuantConvolution(QuantLayer):
         return [self.dims, int(self.transposed), *self.float_shape, *self.stride, *self.padding, *self.dilation,
                 *self.output_padding, self.groups]
 
-    def product(self, x: Tensor, levels: Tensor, scale: float) -> Tensor:
-        return convolve(x, levels, self.geometry) * scale
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        return convolve(x, weight.view(self.float_shape), self.geometry)
 
     def _positions_out(self, sizes: Sequence[int]) -> list[int]:
         """Sizes of x -> sizes of y, along the dimensions that the kernel moves."""
         raise NotImplementedError
-
-    def _output_shape(self, x: Tensor) -> torch.Size:
-        sizes = self._positions_out(x.shape[-self.dims :])
-        return torch.Size((*x.shape[: -self.dims - 1], self.out_channels, *sizes))
 
     def features_last(self, x: Tensor, features: int) -> Tensor:
         return x.movedim(-self.dims - 1, -1).reshape(-1, x.shape[-self.dims - 1])
@@ -165,19 +161,20 @@ class _Forward(QuantConvolution):
             x = F.pad(x, self._put_around, "constant" if self.padding_mode == "zeros" else self.padding_mode)
         return super().forward(x)
 
-    def grad_input(self, grad_output: Tensor, levels: Tensor, scale: float, x_shape: torch.Size) -> Tensor:
+    def grad_input(self, grad_output: Tensor, weight: Tensor, x_shape: torch.Size) -> Tensor:
         shape = x_shape if len(x_shape) == self.dims + 2 else (1, *x_shape)
         input_of = (conv1d_input, conv2d_input, conv3d_input)[self.dims - 1]
         grad_output = grad_output.view(-1, *grad_output.shape[-self.dims - 1 :])
-        grad = input_of(shape, levels, grad_output, self.stride, self.padding, self.dilation, self.groups)  # type: ignore[arg-type]
-        return grad.view(x_shape) * scale
+        weight = weight.view(self.float_shape)
+        grad = input_of(shape, weight, grad_output, self.stride, self.padding, self.dilation, self.groups)  # type: ignore[arg-type]
+        return grad.view(x_shape)
 
     def _positions_out(self, sizes: Sequence[int]) -> list[int]:
         of = zip(sizes, self.kernel_size, self.stride, self.padding, self.dilation, strict=True)
         return [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in of]
 
-    def sequence_length(self, x_shape: torch.Size, y_shape: torch.Size) -> int:
-        return math.prod(y_shape[-self.dims :])
+    def sequence_length(self, x_shape: torch.Size) -> int:
+        return math.prod(self._positions_out(x_shape[-self.dims :]))
 
 
 class _Transposed(QuantConvolution):
@@ -218,18 +215,19 @@ class _Transposed(QuantConvolution):
                              "gives it, or leave it out with filter_fn")
         return super().forward(x)
 
-    def grad_input(self, grad_output: Tensor, levels: Tensor, scale: float, x_shape: torch.Size) -> Tensor:
+    def grad_input(self, grad_output: Tensor, weight: Tensor, x_shape: torch.Size) -> Tensor:
         convolution = (F.conv1d, F.conv2d, F.conv3d)[self.dims - 1]
-        grad = convolution(grad_output, levels, None, self.stride, self.padding, self.dilation, self.groups)
+        weight = weight.view(self.float_shape)
+        grad = convolution(grad_output, weight, None, self.stride, self.padding, self.dilation, self.groups)
         for dim, size in enumerate(x_shape):  # output_padding can make room for a position more
             grad = grad.narrow(dim, 0, size)
-        return grad * scale
+        return grad
 
     def _positions_out(self, sizes: Sequence[int]) -> list[int]:
         of = zip(sizes, self.kernel_size, self.stride, self.padding, self.dilation, self.output_padding, strict=True)
         return [(n - 1) * s - 2 * p + d * (k - 1) + more + 1 for n, k, s, p, d, more in of]
 
-    def sequence_length(self, x_shape: torch.Size, y_shape: torch.Size) -> int:
+    def sequence_length(self, x_shape: torch.Size) -> int:
         return math.prod(x_shape[-self.dims :])
 
 

@@ -160,18 +160,22 @@ class QuantLayer(nn.Module):
         """What y's shape follows from (product.output_shape)."""
         raise NotImplementedError
 
-    def product(self, x: Tensor, levels: Tensor, scale: float) -> Tensor:
-        """scale · product(x, levels)."""
+    def check_input(self, x: Tensor) -> None:
+        """Refuse an x that has not the layer's features."""
+
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x and a float weight, (rows, columns) -> y without bias."""
         raise NotImplementedError
 
-    def grad_input(self, grad_output: Tensor, levels: Tensor, scale: float, x_shape: torch.Size) -> Tensor:
+    def grad_input(self, grad_output: Tensor, weight: Tensor, x_shape: torch.Size) -> Tensor:
+        """grad_output and the float weight, (rows, columns) -> x's gradient."""
         raise NotImplementedError
 
     def features_last(self, x: Tensor, features: int) -> Tensor:
         """x or grad_output as (n, features): each column gets one scale in the vote."""
         raise NotImplementedError
 
-    def sequence_length(self, x_shape: torch.Size, y_shape: torch.Size) -> int:
+    def sequence_length(self, x_shape: torch.Size) -> int:
         """How many rows of the vote product make one sample."""
         raise NotImplementedError
 
@@ -267,9 +271,14 @@ class QuantLayer(nn.Module):
         root of the layer's size in all, as LSQ does (Esser et al. 2020): AdamW does not see it, SGD would leap without.
         """
         assert self.log_gain is not None
-        slope = 1 / (self.columns * self.rows**0.5)
+        slope = self.gain_slope() / self.columns**0.5
         log_gain = self.log_gain * slope + self.log_gain.detach() * (1 - slope)
         return (log_gain * self.columns**0.5).exp()[0]
+
+    def gain_slope(self) -> float:
+        """The share that log_gain takes of sum(gradient · weight): sqrt(columns), which it is multiplied by, and what keeps
+        its gradient small (`gain`)."""
+        return 1 / (self.columns * self.rows) ** 0.5
 
     def forward(self, x: Tensor) -> Tensor:
         if isinstance(x, torch.fx.Proxy):
@@ -283,56 +292,49 @@ class QuantLayer(nn.Module):
         compiling = torch.compiler.is_compiling()
         if not compiling and self.votes is not None and self.votes.optimizer() is None:
             self.votes = None  # nobody is left to be moved by them
-        gain = None if self.log_gain is None else self.gain()
-        # Where votes estimate a gradient they tell the gain's, too, and it goes into the product; else torch keeps the
+        # Where votes estimate a gradient they tell the gain's, too, and it goes into the weight; else torch keeps the
         # product for it.
-        inside = gain if self.casts is not None and self.casts.vote.has_scale else None
+        inside = self.log_gain if self.casts is not None and self.casts.vote.has_scale else None
         if exporting() or not torch.is_grad_enabled():
-            inside = gain
+            inside = self.log_gain
             y = self.scaled_product(x, inside)
         elif compiling:
             # Cast here, where autocast is known: the operator runs outside of it.
             x = x.to(self.product_dtype(x))
             geometry = self.geometry
-            kept = kept_as(self, x.shape, self._output_shape(x))
+            kept = kept_as(self, x.shape)
             y = torch.ops.gft.product(x, self._anchor, self.qweight, inside, self._handle, geometry, kept)[0]
         elif self.casts is None and not (x.requires_grad or (self.training and not self.frozen)):
             y = self.scaled_product(x, inside)
         else:
             y = Product.apply(x, self._anchor, self.qweight, inside, self)
-        if gain is not None and inside is None:
-            y = y * gain.to(y.dtype)
+        if self.log_gain is not None and inside is None:
+            y = y * self.gain().to(y.dtype)
         return y if self.bias is None else y + self._shaped_bias().to(y.dtype)
-
-    def _output_shape(self, x: Tensor) -> torch.Size:
-        raise NotImplementedError
 
     def product_dtype(self, x: Tensor) -> torch.dtype:
         """autocast's type if it is on, else x's. The levels are exact in any float type."""
         return torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
 
-    def scaled_product(self, x: Tensor, gain: Tensor | None = None) -> Tensor:
-        """gain · scale · product(x, levels)."""
+    def scaled_product(self, x: Tensor, log_gain: Tensor | None = None) -> Tensor:
+        """product(x, weight) without votes."""
         dtype = self.product_dtype(x)
         x = x.to(dtype)
         if torch.compiler.is_compiling() or exporting():  # a number read from a tensor would end the graph
-            if self.scale.dim():
-                return self.product(x, self.float_weight().to(dtype), 1.0)
-            scale = self.scale if gain is None else self.scale * gain
-            return self.product(x, self.levels().to(dtype), 1.0) * scale.to(dtype)
-        return self._stored_product(x, gain)
+            weight = ops.times_factors(self._levels_by_row().float(), self.scale)
+            return self.product(x, (weight if log_gain is None else weight * self.gain()).to(dtype))
+        return self.stored_product(x, self.scaling(log_gain))
 
-    def _stored_product(self, x: Tensor, gain: Tensor | None) -> Tensor:
-        scale, factors = self.factors(gain)
-        levels = ops.float_levels(self.qweight.detach(), self.storage, self.columns, x.dtype, factors)
-        return self.product(x, levels.view(self.float_shape), scale)
+    def stored_product(self, x: Tensor, scaling: ops.Scaling) -> Tensor:
+        """The same of an x in its type, the weight read out for it."""
+        self.check_input(x)
+        return self.product(x, ops.float_levels(self.qweight.detach(), self.storage, self.columns, x.dtype, scaling))
 
-    def factors(self, gain: Tensor | None) -> tuple[float, Tensor | None]:
-        """(number, factors): the float weight is number · (factors · levels). One scale is a number that products multiply
-        by on the way out, instead of in a pass of its own; several are read out with the levels, and so is a gain."""
+    def scaling(self, log_gain: Tensor | None) -> ops.Scaling:
+        """What makes floats of levels: the scale, one number or several, and the gain if it is given."""
         if self.scale.dim() == 0:
-            return self.scale_number(), gain
-        return 1.0, self.scale if gain is None else self.scale.float() * gain
+            return ops.Scaling(None, log_gain, self.scale_number(), self.columns**0.5)
+        return ops.Scaling(self.scale, log_gain, 1.0, self.columns**0.5)
 
     def scale_number(self) -> float:
         """`scale` as a number, the rms of them where there are several. Read from the device only when it has changed."""

@@ -55,21 +55,23 @@ class QuantLinear(QuantLayer):
                            device=self.qweight.device, dtype=self.dtype)
         return give_back(self, linear)
 
-    def product(self, x: Tensor, levels: Tensor, scale: float) -> Tensor:
-        if exporting():  # the plain product: other runtimes may read the addend that beta=0 tells torch to leave unread
-            return F.linear(x, levels) * scale
-        y = ops.scaled_matmul(x.reshape(-1, self.columns), levels.t(), scale)
-        return y.view(*x.shape[:-1], self.rows)
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight) if exporting() else ops.multiply(x, weight.t())
 
-    def _stored_product(self, x: Tensor, gain: Tensor | None) -> Tensor:
+    def check_input(self, x: Tensor) -> None:
         if x.shape[-1] != self.columns:
             raise UsageError(f"QuantLinear(in_features={self.in_features}) was given x of shape {tuple(x.shape)}; its last "
                              f"size must be {self.in_features}")
-        y = ops.linear(x.reshape(-1, self.columns), self.qweight.detach(), self.storage, *self.factors(gain))
+
+    def stored_product(self, x: Tensor, scaling: ops.Scaling) -> Tensor:
+        if x.numel() > ops.FEW_ROWS * self.columns:
+            return super().stored_product(x, scaling)
+        self.check_input(x)
+        y = ops.linear(x.reshape(-1, self.columns), self.qweight.detach(), self.storage, scaling)
         return y.view(*x.shape[:-1], self.rows)
 
-    def grad_input(self, grad_output: Tensor, levels: Tensor, scale: float, x_shape: torch.Size) -> Tensor:
-        return ops.scaled_matmul(grad_output.reshape(-1, self.rows), levels, scale).view(x_shape)
+    def grad_input(self, grad_output: Tensor, weight: Tensor, x_shape: torch.Size) -> Tensor:
+        return ops.multiply(grad_output, weight)
 
     @property
     def inputs(self) -> int:
@@ -79,13 +81,10 @@ class QuantLinear(QuantLayer):
     def geometry(self) -> list[int]:
         return [self.rows]
 
-    def _output_shape(self, x: Tensor) -> torch.Size:
-        return torch.Size((*x.shape[:-1], self.rows))
-
     def features_last(self, x: Tensor, features: int) -> Tensor:
         return x.reshape(-1, features)
 
-    def sequence_length(self, x_shape: torch.Size, y_shape: torch.Size) -> int:
+    def sequence_length(self, x_shape: torch.Size) -> int:
         return math.prod(x_shape[1:-1]) if len(x_shape) > 2 else 1
 
     def vote_pieces(self, x: Tensor, x_shape: torch.Size, grad: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:

@@ -1,8 +1,9 @@
 """Every heavy computation, once: a torch definition, and where there is one a C or Triton twin with the same result.
 
-    activations   quantize                                       x, grad_output -> int8
+    activations   quantize, take_mean                            x, grad_output -> int8; their mean squares
+    prepare       read_and_quantize                              the first two of these and of levels, in one launch
     products      votes_product, sequence_votes                  int8 -> votes
-                  along_levels, linear                           votes · levels; x, stored levels -> y
+                  along_levels, linear                           votes · weight; x, stored weight -> y
     levels        float_levels, pack_fields, unpack_fields       stored bytes -> numbers, and back
     rounding      rounding_plan, round_weights, round_many       votes -> plan -> moved weights
                   sums_of_squares, round_some_rows               the same where ranks have some rows each
@@ -12,14 +13,16 @@ They are functions of tensors and of three values (Storage, NoiseKey, a plan) an
 operation.py says how the twin is found; native/ is C for the CPU, triton/ for CUDA.
 """
 
-from gft.ops.activations import Quantized, mean_square, quantize
-from gft.ops.levels import float_levels, pack_fields, times_factors, tokens_last, unpack_fields
+from gft.ops.activations import MeanSquare, Quantized, mean_square, quantize, take_mean
+from gft.ops.levels import PLAIN, Scaling, float_levels, pack_fields, runs_of, times_factors, tokens_last, unpack_fields
 from gft.ops.operation import Operation, twins
+from gft.ops.prepare import StoredWeight, read_and_quantize
 from gft.ops.products import (
+    FEW_ROWS,
     along_levels,
     grouped_votes_product,
     linear,
-    scaled_matmul,
+    multiply,
     sequence_votes,
     sequence_votes_and_counts,
     votes_product,
@@ -36,8 +39,9 @@ from gft.ops.rounding import (
 )
 from gft.ops.topk import TopKPlan, kth_largest, topk_plan, topk_plan_of_rows, topk_weights
 
-__all__ = ["Operation", "Quantized", "Rounded", "RoundingJob", "RoundingPlan", "TopKPlan", "along_levels", "float_levels",
-           "grouped_votes_product", "kth_largest", "linear", "mean_square", "pack_fields", "quantize", "round_many",
-           "round_some_rows", "round_weights", "rounding_plan", "scaled_matmul", "sequence_votes",
-           "sequence_votes_and_counts", "sums_of_squares", "times_factors", "tokens_last", "topk_plan", "topk_plan_of_rows",
+__all__ = ["FEW_ROWS", "PLAIN", "MeanSquare", "Operation", "Quantized", "Rounded", "RoundingJob", "RoundingPlan",
+           "Scaling", "StoredWeight", "TopKPlan", "along_levels", "float_levels", "grouped_votes_product", "kth_largest",
+           "linear", "mean_square", "multiply", "pack_fields", "quantize", "read_and_quantize", "round_many",
+           "round_some_rows", "round_weights", "rounding_plan", "runs_of", "sequence_votes", "sequence_votes_and_counts",
+           "sums_of_squares", "take_mean", "times_factors", "tokens_last", "topk_plan", "topk_plan_of_rows",
            "topk_weights", "twins", "unpack_fields", "votes_product"]

@@ -15,7 +15,16 @@ class Quantized(NamedTuple):
     """What one pass over x or grad_output gives."""
 
     q: Tensor  # (n, features) int8
-    mean_square: Tensor | None  # (features,) float32 over what is finite; None for signs, which have no scale
+    squares: Tensor | None  # (runs, features) float32, summed over runs of tokens; None for signs, which have no scale
+
+
+class MeanSquare(NamedTuple):
+    """Sums of squares on their way to a mean by feature."""
+
+    squares: Tensor  # (runs, features) float32
+    tokens: int  # that they were summed over
+    mean: Tensor  # (features,) float32, where it goes
+    add: bool  # to what is there, or in its place
 
 
 @operation
@@ -35,12 +44,20 @@ def quantize(values: Tensor,  # (n, features) float
     # Fixed point with 16 fraction bits: one rounding of one product, then integers only (no add a GPU could fuse).
     fixed = (kept.float() * factors).clamp_(-top, top).to(torch.int32)
     noise = noise16(values.numel(), key, device=values.device).view_as(fixed)
-    return Quantized(fixed.add_(noise).bitwise_right_shift_(16).to(torch.int8), mean_square(values))
+    return Quantized(fixed.add_(noise).bitwise_right_shift_(16).to(torch.int8), _squares(values).sum(0, keepdim=True))
+
+
+@operation
+def take_mean(squares: Tensor, tokens: int, mean: Tensor, add: bool) -> None:
+    """What a MeanSquare says, in place."""
+    new = squares.sum(0) / max(tokens, 1)
+    mean.copy_(mean + new if add else new)
 
 
 def mean_square(values: Tensor) -> Tensor:  # (n, features) -> (features,) float32
     """Mean square of each feature over what is finite; 0 of no values at all."""
-    if not len(values):
-        return torch.zeros(values.shape[1], device=values.device)
-    values = torch.where(torch.isfinite(values), values, 0).float().clamp_(-LARGEST_SQUARED, LARGEST_SQUARED)
-    return values.square_().mean(0)
+    return _squares(values).sum(0) / max(len(values), 1)
+
+
+def _squares(values: Tensor) -> Tensor:
+    return torch.where(torch.isfinite(values), values, 0).float().clamp_(-LARGEST_SQUARED, LARGEST_SQUARED).square_()

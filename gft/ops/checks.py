@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gft.errors import UsageError
+from gft.ops.levels import Scaling
 from gft.ops.rounding import RoundingJob, RoundingPlan
 from gft.ops.topk import TopKPlan
 from gft.storage import Storage
@@ -93,16 +94,19 @@ def check_values(values: Tensor, factors: Tensor | None, not_finite: Tensor | No
         check_scalar("the count of what is not finite", not_finite, torch.int64, values.device)
 
 
-def check_level_factors(factors: Tensor | None, stored: Tensor, columns: int) -> None:
-    """Refuse factors that are not one float, or one for each group of columns of a row, beside the weight."""
-    if factors is None:
-        return
-    rows = len(stored)
-    fits = factors.dim() == 0 or (factors.dim() == 2 and factors.shape[0] == rows and factors.shape[1] > 0
-                                  and columns % factors.shape[1] == 0)
-    if not fits or factors.device != stored.device or not factors.is_floating_point():
-        raise UsageError(f"the factors of {rows} × {columns} levels must be one float, or as many for each row as divide it "
-                         f"evenly, on {stored.device}, but are {_words(factors.shape, factors.dtype, factors.device)}")
+def check_scaling(scaling: Scaling, stored: Tensor, columns: int) -> None:
+    """Refuse factors that are not one for each group of columns of a row, and a gain that is not one float, beside the
+    weight."""
+    rows, factors, log_gain = len(stored), scaling.by_group, scaling.log_gain
+    if factors is not None:
+        fits = factors.dim() == 2 and factors.shape[0] == rows and factors.shape[1] > 0 and columns % factors.shape[1] == 0
+        if not fits or factors.device != stored.device or not factors.is_floating_point():
+            raise UsageError(f"the factors of {rows} × {columns} levels must be as many floats for each row as divide it "
+                             f"evenly, on {stored.device}, but are {_words(factors.shape, factors.dtype, factors.device)}")
+    if log_gain is not None and not (log_gain.shape == (1,) and log_gain.is_floating_point()
+                                     and log_gain.device == stored.device):
+        raise UsageError(f"the gain of a weight must be one float on {stored.device} but is "
+                         f"{_words(log_gain.shape, log_gain.dtype, log_gain.device)}")
 
 
 def check_pair(grad_output: Tensor, x: Tensor) -> None:

@@ -1,5 +1,7 @@
 """Stored weights made float for a product; activations packed for backward and unpacked there."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -8,16 +10,37 @@ from gft.ops.operation import operation, twins
 from gft.storage import Storage
 
 
+class Scaling(NamedTuple):
+    """What levels are multiplied by where they are read out: number · by_group · exp(root · log_gain)."""
+
+    by_group: Tensor | None = None  # (rows, groups) float: one for each group of columns of a row
+    log_gain: Tensor | None = None  # (1,) float: of the layer's gain
+    number: float = 1.0
+    root: float = 0.0
+
+    def factors(self) -> Tensor | float:
+        """All of it as one number, a scalar, or a factor for each group."""
+        factor: Tensor | float = self.number
+        if self.log_gain is not None:
+            factor = (self.log_gain[0].float() * self.root).exp() * self.number
+        return factor if self.by_group is None else self.by_group.float() * factor
+
+
+PLAIN = Scaling()
+
+
 @operation
 def float_levels(stored: Tensor,  # (rows, bytes) uint8 or (rows, columns) int8
                  storage: Storage,
                  columns: int,
                  dtype: torch.dtype,
-                 factors: Tensor | None = None) -> Tensor:  # scalar, or (rows, groups) of equal length -> (rows, columns)
-    """The levels of a stored weight as numbers of `dtype`, which are exact in any float type; if given, times one factor for
-    all (a gain), or one for each group of columns of a row (its scales)."""
-    levels = storage.levels(stored, columns)
-    return levels.to(dtype) if factors is None else times_factors(levels.float(), factors).to(dtype)
+                 scaling: Scaling = PLAIN) -> Tensor:  # (rows, columns)
+    """The float weight that a stored one stands for, in `dtype`: its levels, times their scale. Levels alone are exact in
+    any float type, and what they are multiplied by is rounded to it once, with them."""
+    levels, factors = storage.levels(stored, columns), scaling.factors()
+    if isinstance(factors, Tensor):
+        return times_factors(levels.float(), factors).to(dtype)
+    return levels.to(dtype) if factors == 1.0 else (levels.float() * factors).to(dtype)
 
 
 def times_factors(levels: Tensor,  # (rows, columns) float32
@@ -49,3 +72,12 @@ def unpack_fields(packed: Tensor,  # (rows, bytes) uint8
 def tokens_last(tensor: Tensor) -> bool:
     """Does `quantize` on this device lay its result out feature by feature? Triton's does, as int8 tensor cores want it."""
     return tensor.is_cuda and "quantize" in twins("cuda")
+
+
+def runs_of(tensor: Tensor, tokens: int) -> int:
+    """Over how many runs of these tokens does `quantize` sum squares on this device?"""
+    if not tokens_last(tensor):
+        return 1
+    from gft.ops.triton.activations import runs_of
+
+    return runs_of(tokens)

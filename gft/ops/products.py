@@ -1,22 +1,28 @@
 """Products of integers: the votes, and the forward product with stored levels."""
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from gft.ops.levels import float_levels
+from gft.ops.activations import MeanSquare, take_mean
+from gft.ops.levels import PLAIN, Scaling, float_levels
 from gft.ops.operation import operation
 from gft.storage import Storage
 
 EXACT_IN_FLOAT32 = 2**24 // 128**2  # tokens whose products of int8 a float32 sum holds
+FEW_ROWS = 16  # of x, for which a product takes as long as reading the weight does (triton/decode.py)
 SEQUENCES_SCRATCH = 1 << 26  # votes of single sequences held at once
 
 
 @operation
 def votes_product(grad_output: Tensor,  # (n, out) int8
-                  x: Tensor) -> Tensor:  # (n, in) int8 -> (out, in) int32
+                  x: Tensor,  # (n, in) int8
+                  means: Sequence[MeanSquare] = ()) -> Tensor:  # taken in passing -> (out, in) int32
     """grad_output^T · x, exact as long as int32 holds it."""
+    for one in means:
+        take_mean(*one)
     if x.is_cuda:
         return _cublas_product(grad_output, x)
     # A float32 product of small integers is exact while its sums stay below 2^24, and many times faster than torch's
@@ -84,22 +90,22 @@ def _votes_of_each_sequence(x: Tensor, grad_output: Tensor, sequence: int) -> Te
 
 @operation
 def along_levels(votes: Tensor,  # (rows, columns) int32 or int64
-                 levels: Tensor,  # (rows, columns) float
+                 weight: Tensor,  # (rows, columns) float
                  row_factors: Tensor,  # (rows,) float32: one unit of grad_output, in 1/65536 of a vote's
-                 column_factors: Tensor) -> Tensor:  # (columns,) float32, likewise of x -> scalar float32
-    """sum(gradient · levels) by the votes, each taken back to the scale of its row and column."""
-    by_row = (votes.float() * levels.float()) @ (65536.0 / column_factors)
-    return by_row @ (65536.0 / row_factors)
+                 column_factors: Tensor,  # (columns,) float32, likewise of x
+                 slope: float = 1.0) -> Tensor:  # (1,) float32
+    """slope · sum(gradient · weight) by the votes, each taken back to the scale of its row and column."""
+    by_row = (votes.float() * weight.float()) @ (65536.0 / column_factors)
+    return (by_row @ (65536.0 / row_factors) * slope).view(1)
 
 
 @operation
 def linear(x: Tensor,  # (n, columns) float
            stored: Tensor,  # (rows, bytes) or (rows, columns)
            storage: Storage,
-           scale: float,
-           factors: Tensor | None = None) -> Tensor:  # as float_levels takes them -> (n, rows) of x's type
-    """scale · x · (factors · levels)^T: the forward product of a linear layer."""
-    return scaled_matmul(x, float_levels(stored, storage, x.shape[1], x.dtype, factors).t(), scale)
+           scaling: Scaling = PLAIN) -> Tensor:  # (n, rows) of x's type
+    """x · weight^T: the forward product of a linear layer."""
+    return multiply(x, float_levels(stored, storage, x.shape[1], x.dtype, scaling).t())
 
 
 @cache
@@ -107,12 +113,11 @@ def _cpu_multiplies_bfloat16() -> bool:
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def scaled_matmul(x: Tensor,  # (n, k)
-                  matrix: Tensor,  # (k, m)
-                  scale: float) -> Tensor:  # (n, m)
-    """scale · x · matrix in one product; with beta=0 the first argument is not read."""
+def multiply(x: Tensor,  # (..., k)
+             matrix: Tensor) -> Tensor:  # (k, m) -> (..., m)
+    """x · matrix."""
     if x.dtype is torch.bfloat16 and x.device.type == "cpu" and not _cpu_multiplies_bfloat16():
         # Torch's own product would fail inside, warn, and leave oneDNN for good, also for float32.
         with torch.autocast("cpu", enabled=False):
-            return scaled_matmul(x.float(), matrix.float(), scale).to(x.dtype)
-    return torch.addmm(x.new_empty(()), x, matrix, beta=0, alpha=scale)
+            return torch.matmul(x.float(), matrix.float()).to(x.dtype)
+    return torch.matmul(x, matrix)

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gft import ops, reference
+from gft.ops import Quantized
 from gft.philox import NoiseKey, noise16
-from gft.votes import Int4, Int8, Sign, Ternary, Vote, VoteAccumulator, count_votes, fixed_point_factors, renew
+from gft.votes import Along, Int4, Int8, Sign, Ternary, Vote, VoteAccumulator, count_votes, fixed_point_factors, renew
 
 KEY = NoiseKey(seed=77, step=3, stream=16, call=1)
 stochastic = pytest.mark.parametrize("vote", [Ternary(), Int4(), Int8()], ids=lambda vote: type(vote).__name__)
@@ -28,8 +29,10 @@ def accumulator(vote: Vote, x_rms: torch.Tensor | None = None, grad_rms: torch.T
 def cast(votes: VoteAccumulator, x: torch.Tensor, grad: torch.Tensor, sequence: int = 1,
          levels: torch.Tensor | None = None) -> torch.Tensor | None:
     """One forward and backward pass of a linear layer, as the layer does it."""
-    q, square = votes.quantize_x(x, sequence, training=True)
-    return votes.cast(lambda q_grad: [(slice(None), q, q_grad)], square, grad, (grad.shape[1], x.shape[1]), sequence, levels)
+    (_, quantized_x), (_, quantized_grad) = votes.quantize_x(x, sequence, True), votes.quantize_grad(grad, sequence)
+    along = None if levels is None else Along(levels, 1.0)
+    return votes.cast(lambda q_grad: [(slice(None), quantized_x.q, q_grad)], quantized_x, quantized_grad,
+                      (grad.shape[1], x.shape[1]), sequence, along)
 
 
 def quantized(values: torch.Tensor, vote: Vote, rms: torch.Tensor, key: NoiseKey = KEY) -> torch.Tensor:
@@ -253,11 +256,11 @@ def test_each_use_of_a_layer_draws_new_noise():
     """Several times in one forward pass, or from micro-batch to micro-batch; an evaluation in between changes nothing."""
     x, grad = torch.randn(40, 7), torch.randn(40, 5)
     at_once, in_turn = (accumulator(Int4(), torch.ones(7), torch.ones(5)) for _ in range(2))
-    first, second = (at_once.quantize_x(x, 1, training=True).q for _ in range(2))
+    first, second = (at_once.quantize_x(x, 1, training=True)[1].q for _ in range(2))
     assert not torch.equal(first, second)
-    assert torch.equal(in_turn.quantize_x(x, 1, training=False).q, first)
+    assert torch.equal(in_turn.quantize_x(x, 1, training=False)[1].q, first)
     cast(in_turn, x, grad)
-    assert torch.equal(in_turn.quantize_x(x, 1, training=True).q, second)
+    assert torch.equal(in_turn.quantize_x(x, 1, training=True)[1].q, second)
 
 
 def test_each_rank_draws_noise_of_its_own():
@@ -265,7 +268,7 @@ def test_each_rank_draws_noise_of_its_own():
     for rank in range(3):
         votes = accumulator(Int4(), torch.ones(7), torch.ones(5))
         votes.rank, votes.world = rank, 3
-        drawn += [votes.quantize_x(x, 1, training=True).q.flatten().tolist() for _ in range(2)]
+        drawn += [votes.quantize_x(x, 1, training=True)[1].q.flatten().tolist() for _ in range(2)]
     assert len({tuple(one) for one in drawn}) == 6
 
 
@@ -302,8 +305,9 @@ def test_the_pieces_of_one_large_batch_are_counted_in_int64(groups):
     half = 70_000  # 2 · 70,000 · 127² > 2^31
     votes = accumulator(Int8(), torch.ones(2), torch.ones(3))
     x = torch.full((half, 2), 127, dtype=torch.int8)
-    votes.cast(lambda q: [(rows, x, part[:, rows]) for part in q.split(half) for rows in groups], None,
-               torch.full((2 * half, 3), 100.0), (3, 2), 1)
+    _, grad = votes.quantize_grad(torch.full((2 * half, 3), 100.0), 1)
+    votes.cast(lambda q: [(rows, x, part[:, rows]) for part in q.split(half) for rows in groups], Quantized(x, None), grad,
+               (3, 2), 1)
     assert votes.votes.tolist() == [[2 * half * 127**2] * 2] * 3
 
 

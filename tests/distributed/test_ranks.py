@@ -10,6 +10,7 @@ from gft import distributed, optim
 from gft.capture import waits_for_others
 from gft.distributed import ALONE, Counts, Ranks, buckets, counts_of, fingerprint, ranks_of
 from gft.layers import quantized_layers
+from gft.ops import Quantized
 from gft.sharding import column_sums
 from gft.votes import VoteAccumulator
 
@@ -56,7 +57,8 @@ def test_counts_say_who_has_votes_and_how_long_the_scales_are():
     votes = VoteAccumulator(gft.Int8(), seed=0, number=0)
     assert counts_of(votes) == Counts(0, 0, 0, 0, 0, 0, 0)
     x = torch.ones(7, 4, dtype=torch.int8)
-    votes.cast(lambda q: [(slice(None), x, q)], torch.ones(4), torch.randn(7, 3), (3, 4), 1)
+    _, grad = votes.quantize_grad(torch.randn(7, 3), 1)
+    votes.cast(lambda q: [(slice(None), x, q)], Quantized(x, torch.ones(1, 4)), grad, (3, 4), 1)
     assert counts_of(votes) == Counts(7, 7, 1, 1, 4, 1, 3)
     of_two_ranks = Counts(14, 14, 2, 2, 8, 2, 6)
     assert [of_two_ranks.features_of(which) for which in distributed.SCALES] == [4, 3]

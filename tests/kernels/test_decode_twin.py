@@ -5,6 +5,7 @@ import torch
 from kernel_cases import DEVICE, random_stored
 
 from gft import ops
+from gft.ops import Scaling
 from gft.storage import Storage
 
 pytest.importorskip("triton")
@@ -67,7 +68,7 @@ def test_product_of_numbers_that_are_all_positive_loses_no_precision(n, dtype):
     """Their codes' sum is far larger than their levels'."""
     storage = Storage(4, False)
     stored, x = random_stored(storage, (20, 4096)), (1 + torch.rand(n, 4096)).to(dtype)
-    got = decode.linear(x.to(DEVICE), stored.to(DEVICE), storage, 1.0)
+    got = decode.linear(x.to(DEVICE), stored.to(DEVICE), storage, Scaling(number=1.0))
     levels = storage.levels(stored, 4096).double()
     exact = x.double() @ levels.t()
     size = x.double().norm(dim=1)[:, None] * levels.norm(dim=1)
@@ -80,7 +81,7 @@ def test_rows_with_what_is_no_number_are_nan_and_others_are_not_touched(n, wrong
     storage = Storage(2, False)
     stored, x = random_stored(storage, (33, 72)), torch.randn(n, 72).bfloat16()
     x[0, 13] = wrong
-    got = decode.linear(x.to(DEVICE), stored.to(DEVICE), storage, 0.37).cpu()
+    got = decode.linear(x.to(DEVICE), stored.to(DEVICE), storage, Scaling(number=0.37)).cpu()
     assert got[0].isnan().all()
     if n > 1:
         torch.testing.assert_close(got[1:], assert_is_the_product(x[1:], storage, stored).cpu())
@@ -89,7 +90,8 @@ def test_rows_with_what_is_no_number_are_nan_and_others_are_not_touched(n, wrong
 @pytest.mark.parametrize(("n", "memory"), [(1, True), (4, False)])
 def test_rows_of_zeros_give_zeros(n, memory):
     storage = Storage(4, memory)
-    got = decode.linear(torch.zeros(n, 72).bfloat16().to(DEVICE), random_stored(storage, (33, 72)).to(DEVICE), storage, 0.37)
+    x, stored = torch.zeros(n, 72).bfloat16(), random_stored(storage, (33, 72))
+    got = decode.linear(x.to(DEVICE), stored.to(DEVICE), storage, Scaling(number=0.37))
     assert got.shape == (n, 33)
     assert not got.any()
 
@@ -119,8 +121,8 @@ def test_few_rows_give_the_same_as_many(storage, dtype):
     stored = random_stored(storage, (1000, 4096)).cuda()
     x = torch.randn(64, 4096, device="cuda", dtype=dtype)
     exact = 0.01 * (x.double() @ storage.levels(stored, 4096).double().t())
-    assert decode.linear(x, stored, storage, 0.01) is NotImplemented
-    many = (ops.linear(x, stored, storage, 0.01).double() - exact).abs().max()
+    assert decode.linear(x, stored, storage, Scaling(number=0.01)) is NotImplemented
+    many = (ops.linear(x, stored, storage, Scaling(number=0.01)).double() - exact).abs().max()
     for n in (1, 2, 7, 16):
-        error = (ops.linear(x[:n], stored, storage, 0.01).double() - exact[:n]).abs().max()
+        error = (ops.linear(x[:n], stored, storage, Scaling(number=0.01)).double() - exact[:n]).abs().max()
         assert error <= 2 * max(many, exact.abs().max() * 1e-6)

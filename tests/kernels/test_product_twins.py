@@ -1,12 +1,14 @@
 """Votes, levels and packed numbers: C and Triton give the definitions' integers."""
 
+import math
+
 import pytest
 import torch
 from kernel_cases import random_stored
 
 from gft import ops
 from gft.errors import UsageError
-from gft.ops import native
+from gft.ops import Scaling, native
 from gft.storage import Storage, field_bits, largest_level
 
 
@@ -126,12 +128,27 @@ def test_packed_activations_of_more_tokens_than_a_grid_has_rows_are_unpacked():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("storage", [Storage(2), Storage(3, memory=False)], ids=str)
-def test_levels_are_multiplied_by_a_gain_and_rounded_once(backend, storage, dtype):
-    stored, gain = random_stored(storage, (9, 65)), torch.tensor(1.37)
-    got = backend.float_levels(stored.to(backend.device), storage, 65, dtype, gain.to(backend.device))
+def test_levels_are_multiplied_by_their_scale_and_rounded_once(backend, storage, dtype):
+    stored = random_stored(storage, (9, 65))
+    got = backend.float_levels(stored.to(backend.device), storage, 65, dtype, Scaling(number=1.37))
     if got is NotImplemented:
         pytest.skip("left to the definition")
     assert torch.equal(got.cpu(), (storage.levels(stored, 65).float() * 1.37).to(dtype))
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_levels_are_multiplied_by_a_gain_given_as_its_logarithm(backend, grouped):
+    storage = Storage(2)
+    stored, log_gain = random_stored(storage, (9, 65)), torch.tensor([0.03])
+    scales = torch.rand(9, 5).half() + 0.1 if grouped else None
+    scaling = Scaling(scales, log_gain, 0.7, 8.0)
+    there = Scaling(None if scales is None else scales.to(backend.device), log_gain.to(backend.device), 0.7, 8.0)
+    got = backend.float_levels(stored.to(backend.device), storage, 65, torch.float32, there)
+    wanted = storage.levels(stored, 65) * 0.7 * math.exp(0.24)
+    wanted = wanted if scales is None else wanted * scales.float().repeat_interleave(13, 1)
+    torch.testing.assert_close(got.cpu(), wanted, rtol=1e-6, atol=0)
+    torch.testing.assert_close(ops.float_levels.definition(stored, storage, 65, torch.float32, scaling), wanted, rtol=1e-6,
+                               atol=0)
 
 
 @pytest.mark.parametrize("groups", [1, 5, 65])
@@ -139,18 +156,21 @@ def test_levels_are_multiplied_by_a_gain_and_rounded_once(backend, storage, dtyp
 def test_levels_are_multiplied_by_the_scales_of_their_groups(backend, storage, groups):
     stored = random_stored(storage, (9, 65))
     scales = (torch.rand(9, groups) + 0.1).half()
-    got = backend.float_levels(stored.to(backend.device), storage, 65, torch.float32, scales.to(backend.device))
+    got = backend.float_levels(stored.to(backend.device), storage, 65, torch.float32,
+                               Scaling(scales.to(backend.device)))
     if got is NotImplemented:
         pytest.skip("left to the definition")
     assert torch.equal(got.cpu(), storage.levels(stored, 65) * scales.float().repeat_interleave(65 // groups, 1))
-    assert torch.equal(got.cpu(), ops.float_levels.definition(stored, storage, 65, torch.float32, scales))
+    assert torch.equal(got.cpu(), ops.float_levels.definition(stored, storage, 65, torch.float32, Scaling(scales)))
 
 
 def test_factors_that_do_not_divide_the_rows_are_refused(backend, refuses):
     stored = random_stored(Storage(4), (9, 65)).to(backend.device)
-    for shape in ((9, 2), (8, 5), (9,), (9, 0)):
+    for shape in ((9, 2), (8, 5), (9,), (9, 0), ()):
         with refuses(UsageError, "factors of 9 × 65 levels"):
-            backend.float_levels(stored, Storage(4), 65, torch.float32, torch.ones(shape, device=backend.device))
+            backend.float_levels(stored, Storage(4), 65, torch.float32, Scaling(torch.ones(shape, device=backend.device)))
+    with refuses(UsageError, "the gain of a weight must be one float"):
+        backend.float_levels(stored, Storage(4), 65, torch.float32, Scaling(log_gain=torch.ones(2, device=backend.device)))
 
 
 @pytest.mark.parametrize("shape", [(1, 64), (63, 65), (20, 1030)], ids=str)

@@ -114,7 +114,7 @@ def test_what_only_triton_takes_is_refused(triton_twins, refuses):
     with refuses(UsageError, "9 fields of 4 bits take 5 bytes a row but there are 4"):
         triton_twins.unpack_fields(packed, 4, 7, 9)
     with refuses(UsageError, "the stored weight of 9 columns must be 2 × 5 of uint8"):
-        triton_twins.linear(torch.ones(1, 9, device=device), packed, STORAGE, 1.0)
+        triton_twins.linear(torch.ones(1, 9, device=device), packed, STORAGE)
     both = torch.ones(8, 5, dtype=torch.int8, device=device)
     with refuses(UsageError, "8 tokens are not sequences of 3"):
         triton_twins.sequence_votes(both, both, 3)
@@ -179,8 +179,8 @@ def test_what_triton_does_not_serve_it_declines(triton_twins):
     assert triton_twins.kth_largest(torch.zeros(0, dtype=torch.int32, device=device), 3, 1) is NotImplemented
     stored = random_stored(STORAGE, (3, 9)).to(device)
     for x in (torch.ones(17, 9), torch.ones(0, 9), torch.ones(2, 9, dtype=torch.float64)):
-        assert triton_twins.linear(x.to(device), stored, STORAGE, 1.0) is NotImplemented
-    assert triton_twins.linear(torch.ones(2, 9, device=device), stored[:0], STORAGE, 1.0) is NotImplemented
+        assert triton_twins.linear(x.to(device), stored, STORAGE) is NotImplemented
+    assert triton_twins.linear(torch.ones(2, 9, device=device), stored[:0], STORAGE) is NotImplemented
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0)], ids=str)

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from gft.ops import checks
-from gft.ops.activations import LARGEST_SQUARED, Quantized
+from gft.ops.activations import LARGEST_SQUARED, MeanSquare, Quantized, take_mean
+from gft.ops.levels import PLAIN, Scaling
 from gft.ops.native.build import library
 from gft.ops.native.interface import CMoments, CRoundingPlan, CTopKPlan, c_key, c_storage, filled
 from gft.ops.products import EXACT_IN_FLOAT32
@@ -136,35 +137,36 @@ def quantize(values: Tensor, factors: Tensor | None, largest: int, key: NoiseKey
     _side_by_side(work, tokens, values.numel(), ROWS_OF_SQUARES)
     if not_finite is not None:
         not_finite += bad.sum()
-    return Quantized(q, (squares.sum(0) / tokens).float())
+    return Quantized(q, squares.sum(0, keepdim=True).float())
 
 
-def float_levels(stored: Tensor, storage: Storage, columns: int, dtype: torch.dtype,
-                 factors: Tensor | None = None) -> Tensor:
+def float_levels(stored: Tensor, storage: Storage, columns: int, dtype: torch.dtype, scaling: Scaling = PLAIN) -> Tensor:
     """Read a weight with memory out as float32 (levels.float_levels)."""
     checks.check_stored(stored, storage, columns)
-    checks.check_level_factors(factors, stored, columns)
+    checks.check_scaling(scaling, stored, columns)
     if not storage.memory or dtype is not torch.float32:
         return NotImplemented
     stored, functions, c = stored.contiguous(), _functions(), c_storage(storage)
-    levels = _scratch.borrow(stored.shape)
+    levels, factors = _scratch.borrow(stored.shape), scaling.factors()
     _side_by_side(lambda start, stop: functions.gft_levels(stored.data_ptr(), levels.data_ptr(), start, stop, c),
                   stored.numel(), stored.numel())
-    if factors is None or not levels.numel():
-        return levels
-    by_group = levels if factors.dim() == 0 else levels.view(*factors.shape, columns // factors.shape[1])
-    by_group.mul_(factors.float() if factors.dim() == 0 else factors.float()[:, :, None])
+    if isinstance(factors, Tensor) and factors.dim() and levels.numel():
+        levels.view(*factors.shape, columns // factors.shape[1]).mul_(factors[:, :, None])
+    elif not isinstance(factors, float) or factors != 1.0:
+        levels.mul_(factors)
     return levels
 
 
 # ---------------------------------------------------------------------------------------------------- products
 
 
-def votes_product(grad_output: Tensor, x: Tensor) -> Tensor:
+def votes_product(grad_output: Tensor, x: Tensor, means: Sequence[MeanSquare] = ()) -> Tensor:
     """Multiply int8 matrices exactly (products.votes_product)."""
     checks.check_pair(grad_output, x)
     if not checks.are_int8(grad_output, x):
         return NotImplemented
+    for one in means:
+        take_mean(*one)
     functions = _functions()
     panel = functions.gft_panel_columns()
     if panel == 0 or not (grad_output.numel() and x.numel()):

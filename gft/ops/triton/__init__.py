@@ -2,28 +2,31 @@
 
 Integer arithmetic throughout; the float products are followed by no addition, so no multiply-add can be fused into them.
 
-    activations      quantize                                   noise      Philox inside a kernel
+    activations      quantize, take_mean                        noise      Philox inside a kernel
     votes, decode    votes_product, sequence_votes; linear      constants  what a kernel must know of a storage
     levels           float_levels, pack_fields, unpack_fields   alike      several weights in one launch
     factors, update  sums_of_squares, rounding_plan; moving     overlap    kernels that begin before the last has ended
     choice, along    kth_largest; along_levels                  grids      launches longer than a grid's second size
+    prepare          read_and_quantize                          launch     launching a kernel again and again
 """
 
 from collections.abc import Callable
 from typing import Any
 
-from gft.ops.triton.activations import quantize
+from gft.ops.triton.activations import quantize, take_mean
 from gft.ops.triton.along import along_levels
 from gft.ops.triton.choice import kth_largest
 from gft.ops.triton.decode import linear
 from gft.ops.triton.factors import rounding_plan, sums_of_squares
 from gft.ops.triton.levels import float_levels, pack_fields, unpack_fields
+from gft.ops.triton.prepare import read_and_quantize
 from gft.ops.triton.update import round_many, round_weights, topk_weights
 from gft.ops.triton.votes import sequence_votes, votes_product
 
 
 def twins() -> dict[str, Callable[..., Any]]:
     """The operations that Triton does, by name."""
-    offered = (quantize, float_levels, pack_fields, unpack_fields, votes_product, sequence_votes, along_levels, linear,
-               kth_largest, sums_of_squares, rounding_plan, round_weights, topk_weights, round_many)
+    offered = (read_and_quantize, quantize, take_mean, float_levels, pack_fields, unpack_fields, votes_product,
+               sequence_votes, along_levels, linear, kth_largest, sums_of_squares, rounding_plan, round_weights,
+               topk_weights, round_many)
     return {function.__name__: function for function in offered}

@@ -1,5 +1,8 @@
 """Stochastic rounding of x and grad_output to small integers, laid out for the votes' product."""
 
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -8,7 +11,8 @@ from torch import Tensor
 from gft.ops import checks
 from gft.ops.activations import LARGEST_SQUARED, Quantized
 from gft.ops.triton.grids import spread, spread_block
-from gft.ops.triton.noise import KEY, key_arguments, load_eights, noise16, noise16_by_eights
+from gft.ops.triton.launch import ALIGNED, Launcher
+from gft.ops.triton.noise import KEY, load_eights, noise16, noise16_by_eights, on_device, width
 from gft.philox import NoiseKey
 
 # A program rounds LANES · RUN tokens × FEATURES. A thread rounds eight features of RUN = 8 tokens, one after the other, so
@@ -97,15 +101,15 @@ def _with_care(values, factors, out, first, block, tokens, features, largest_squ
     return tl.sum(total, 0), tl.sum(bad)
 
 
-@triton.jit(do_not_specialize=KEY)
-def _quantize_kernel(values, factors, out, squares, not_finite, tokens, features, largest_square,
-                     seed, step, noise_stream, call,
-                     SIGN: tl.constexpr, ALIGNED: tl.constexpr, BY_EIGHTS: tl.constexpr, TOP: tl.constexpr,
-                     LANES: tl.constexpr, RUN: tl.constexpr, FEATURES: tl.constexpr):
-    """Tokens last: the votes are a product over tokens, and int8 tensor cores want those side by side."""
-    block, chunk = tl.program_id(0), spread_block()  # programs that start one after the other read the same tokens
+@triton.jit
+def quantize_block(block, chunk, values, factors, out, squares, not_finite, tokens, features, largest_square,
+                   seed, step, noise_stream, call,
+                   SIGN: tl.constexpr, COUNT: tl.constexpr, ALIGNED: tl.constexpr, BY_EIGHTS: tl.constexpr,
+                   TOP: tl.constexpr, LANES: tl.constexpr, RUN: tl.constexpr, FEATURES: tl.constexpr):
+    """Some tokens of some features. Tokens last: the votes are a product over tokens, and int8 tensor cores want those side
+    by side."""
     first = chunk.to(tl.int64) * (LANES * RUN)
-    sums, bad = tl.full((FEATURES,), float("inf"), tl.float32), 0
+    sums, bad = tl.full((FEATURES,), float("inf"), tl.float32), tl.full((), 0, tl.int32)
     if ALIGNED:  # noqa: SIM102  (known when the kernel is compiled; the other only when it runs)
         if (first + LANES * RUN <= tokens) & ((block + 1) * FEATURES <= features):
             sums = _whole_tile(values, factors, out, first, block, tokens, features, seed, step, noise_stream, call,
@@ -117,52 +121,119 @@ def _quantize_kernel(values, factors, out, squares, not_finite, tokens, features
                                seed, step, noise_stream, call, SIGN, BY_EIGHTS, TOP, LANES * RUN, FEATURES)
     column = block * FEATURES + tl.arange(0, FEATURES)
     tl.store(squares + chunk * features + column, sums, mask=column < features)
-    tl.store(not_finite + chunk * tl.num_programs(0) + block, bad)
+    if COUNT:  # noqa: SIM102
+        if bad > 0:
+            tl.atomic_add(not_finite, bad.to(tl.int64), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["chunks", "tokens", "programs"])
-def _mean_kernel(squares, not_finite, mean, counted, chunks, tokens, programs, features,
-                 COUNT: tl.constexpr, CHUNKS: tl.constexpr, FEATURES: tl.constexpr):
-    """The chunks' sums of squares, added in a fixed order; how many values were not finite is added to what was counted."""
-    column = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
-    total = tl.zeros((CHUNKS, FEATURES), tl.float32)
-    for first in range(0, chunks, CHUNKS):
-        chunk = first + tl.arange(0, CHUNKS)
-        live = (chunk < chunks)[:, None] & (column < features)[None, :]
-        total += tl.load(squares + chunk[:, None] * features + column[None, :], mask=live, other=0.0)
-    tl.store(mean + column, tl.sum(total, 0) / tokens, mask=column < features)
-    if COUNT and tl.program_id(0) == 0:
-        count = tl.zeros((1024,), tl.int64)
-        for first in range(0, programs, 1024):
-            program = first + tl.arange(0, 1024)
-            count += tl.load(not_finite + program, mask=program < programs, other=0)
-        tl.store(counted, tl.load(counted) + tl.sum(count))
+@triton.jit(do_not_specialize=KEY)
+def _quantize_kernel(values, factors, out, squares, not_finite, tokens, features, largest_square,
+                     seed, step, noise_stream, call,
+                     SIGN: tl.constexpr, COUNT: tl.constexpr, ALIGNED: tl.constexpr, BY_EIGHTS: tl.constexpr,
+                     TOP: tl.constexpr, LANES: tl.constexpr, RUN: tl.constexpr, FEATURES: tl.constexpr):
+    # Programs that start one after the other read the same tokens.
+    quantize_block(tl.program_id(0), spread_block(), values, factors, out, squares, not_finite, tokens, features,
+                   largest_square, seed, step, noise_stream, call, SIGN, COUNT, ALIGNED, BY_EIGHTS, TOP, LANES, RUN,
+                   FEATURES)
+
+
+@triton.jit
+def mean_of_runs(squares, mean, runs, tokens, add, features, block, RUNS: tl.constexpr, FEATURES: tl.constexpr):
+    """The mean of some features from the sums over runs of tokens, added in a fixed order (activations.take_mean)."""
+    column = block * FEATURES + tl.arange(0, FEATURES)
+    total = tl.zeros((RUNS, FEATURES), tl.float32)
+    for first in range(0, runs, RUNS):
+        run = first + tl.arange(0, RUNS)
+        live = (run < runs)[:, None] & (column < features)[None, :]
+        total += tl.load(squares + run[:, None] * features + column[None, :], mask=live, other=0.0)
+    new = tl.sum(total, 0) / tokens
+    old = tl.load(mean + column, mask=column < features, other=0.0)
+    tl.store(mean + column, tl.where(add != 0, old + new, new), mask=column < features)
+
+
+@triton.jit(do_not_specialize=["runs", "tokens", "add"])
+def _mean_kernel(squares, mean, runs, tokens, add, features, RUNS: tl.constexpr, FEATURES: tl.constexpr):
+    mean_of_runs(squares, mean, runs, tokens, add, features, tl.program_id(0), RUNS, FEATURES)
+
+
+_launch_quantize, _launch_mean = Launcher(_quantize_kernel), Launcher(_mean_kernel)
+
+
+class Rounding(NamedTuple):
+    """How values of one kind are rounded."""
+
+    grid: tuple[int, int, int]
+    runs: int  # of tokens, each summed by one program
+    constants: dict[str, Any]
+
+
+_roundings: dict[Hashable, Rounding] = {}
 
 
 def quantize(values: Tensor, factors: Tensor | None, largest: int, key: NoiseKey,
              not_finite: Tensor | None = None) -> Quantized:
-    """Round x or grad_output to int8 (activations.quantize). q lies in memory feature by feature; squares are summed in a
-    fixed order."""
-    checks.check_values(values, factors, not_finite)
-    if values.dtype not in checks.FLOATS or not 0 < values.numel() <= checks.MOST_ELEMENTS or key.first:
+    """Round x or grad_output to int8 (activations.quantize). q lies in memory feature by feature."""
+    kind = kind_of(values, factors, largest, not_finite)
+    rounding = rounding_of(kind, values, factors, largest, not_finite)
+    if rounding is None or key.first:
         return NotImplemented
-    values, (tokens, features) = values.contiguous(), values.shape
+    values = values.contiguous()
+    quantized, arguments = room_for(values, factors, rounding.runs, key, not_finite)
+    aligned = not values.data_ptr() & ALIGNED
+    constants = rounding.constants if aligned else {**rounding.constants, "ALIGNED": False}
+    _launch_quantize((kind, aligned, width(key)), rounding.grid, arguments, constants, num_warps=WARPS,
+                     maxnreg=MOST_REGISTERS)
+    return quantized
 
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=values.device)
 
-    q, mean = empty(features, tokens, dtype=torch.int8), empty(features)
+def kind_of(values: Tensor, factors: Tensor | None, largest: int, not_finite: Tensor | None) -> Hashable:
+    """What a rounding, and the launch of it, depend on, besides where values begin and which random numbers are drawn."""
+    return (values.shape, values.dtype, values.device, largest, None if factors is None else (factors.shape, factors.dtype),
+            None if not_finite is None else not_finite.dtype)
+
+
+def rounding_of(kind: Hashable, values: Tensor, factors: Tensor | None, largest: int,
+                not_finite: Tensor | None) -> Rounding | None:
+    """How such values are rounded, once they have been checked; None for what is left to the definition."""
+    rounding = _roundings.get(kind)
+    if rounding is not None:
+        return rounding
+    checks.check_values(values, factors, not_finite)
+    if values.dtype not in checks.FLOATS or not 0 < values.numel() <= checks.MOST_ELEMENTS:
+        return None
+    tokens, features = values.shape
     grid = triton.cdiv(features, FEATURES), *spread(triton.cdiv(tokens, LANES * RUN))
-    blocks, chunks = grid[0], grid[1] * grid[2]
-    squares, bad = empty(chunks, features), empty(chunks, blocks, dtype=torch.int32)
-    aligned = tokens % 16 == 0 and features % 8 == 0 and values.data_ptr() % 16 == 0
-    with torch.cuda.device_of(values):  # Triton launches on the current device, not on the tensor's
-        _quantize_kernel[grid](
-            values, mean if factors is None else factors.contiguous(), q, squares, bad, tokens, features, LARGEST_SQUARED**2,
-            **key_arguments(key, values), SIGN=factors is None, ALIGNED=aligned, BY_EIGHTS=features % 8 == 0,
-            TOP=float(largest * 65536), LANES=LANES, RUN=RUN, FEATURES=FEATURES, num_warps=WARPS, maxnreg=MOST_REGISTERS)
-        if factors is not None or not_finite is not None:
-            _mean_kernel[(triton.cdiv(features, 16),)](
-                squares, bad, mean, mean if not_finite is None else not_finite, chunks, tokens, bad.numel(), features,
-                COUNT=not_finite is not None, CHUNKS=128, FEATURES=16)
-    return Quantized(q.t(), None if factors is None else mean)
+    rounding = _roundings[kind] = Rounding(grid, runs_of(tokens), {
+        "SIGN": factors is None, "COUNT": not_finite is not None, "ALIGNED": tokens % 16 == 0 and features % 8 == 0,
+        "BY_EIGHTS": features % 8 == 0, "TOP": float(largest * 65536), "LANES": LANES, "RUN": RUN, "FEATURES": FEATURES})
+    return rounding
+
+
+def room_for(values: Tensor, factors: Tensor | None, runs: int, key: NoiseKey,
+             not_finite: Tensor | None) -> tuple[Quantized, tuple[Any, ...]]:
+    """Where the result goes, and what the kernel is given."""
+    (tokens, features), device = values.shape, values.device
+    q = torch.empty_strided((tokens, features), (1, tokens), dtype=torch.int8, device=device)
+    squares = torch.empty((runs, features), dtype=torch.float32, device=device)
+    return Quantized(q, None if factors is None else squares), (
+        values, squares if factors is None else factors.contiguous(), q, squares,
+        squares if not_finite is None else not_finite, tokens, features, LARGEST_SQUARED**2, key.seed,
+        on_device(key.step, values), key.stream, key.call)
+
+
+def runs_of(tokens: int) -> int:
+    """How many programs share out the tokens of a feature, each summing its squares."""
+    some, more = spread(-(-tokens // (LANES * RUN)))
+    return some * more
+
+
+def take_mean(squares: Tensor, tokens: int, mean: Tensor, add: bool) -> None:
+    """The mean square of each feature (activations.take_mean), its runs added in a fixed order."""
+    runs, features = squares.shape
+    checks.check_tensor("the sums of squares", squares, (runs, features), torch.float32, mean.device)
+    checks.check_tensor("the mean squares", mean, (features,), torch.float32, squares.device)
+    if not squares.numel():
+        return NotImplemented
+    _launch_mean(features, (triton.cdiv(features, 16), 1, 1), (squares, mean, runs, max(tokens, 1), int(add), features),
+                 {"RUNS": 128, "FEATURES": 16})
+    return None

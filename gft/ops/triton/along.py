@@ -6,12 +6,13 @@ import triton.language as tl
 from torch import Tensor
 
 from gft.ops import checks
+from gft.ops.triton.launch import Launcher
 
 ROWS, COLUMNS = 8, 512  # of a program
 
 
 @triton.jit
-def _along_kernel(votes, levels, row_factors, column_factors, sums, rows, columns,
+def _along_kernel(votes, weight, row_factors, column_factors, sums, slope, rows, columns,
                   ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The sum of one block. A program writes its own, so that they are added in a fixed order."""
     row_blocks = tl.cdiv(rows, ROWS)
@@ -20,23 +21,26 @@ def _along_kernel(votes, levels, row_factors, column_factors, sums, rows, column
     live = (row < rows)[:, None] & (column < columns)[None, :]
     place = row[:, None] * columns + column[None, :]
     vote = tl.load(votes + place, mask=live, other=0).to(tl.float32)
-    level = tl.load(levels + place, mask=live, other=0.0).to(tl.float32)
+    value = tl.load(weight + place, mask=live, other=0.0).to(tl.float32)
     by_row = 65536.0 / tl.load(row_factors + row, mask=row < rows, other=1.0)
     by_column = 65536.0 / tl.load(column_factors + column, mask=column < columns, other=1.0)
-    tl.store(sums + tl.program_id(0), tl.sum(tl.sum(vote * level * by_column[None, :], 1) * by_row, 0))
+    tl.store(sums + tl.program_id(0), tl.sum(tl.sum(vote * value * by_column[None, :], 1) * by_row, 0) * slope)
 
 
-def along_levels(votes: Tensor, levels: Tensor, row_factors: Tensor, column_factors: Tensor) -> Tensor:
-    """Sum votes · levels on the votes' scales, in one pass (products.along_levels)."""
+_launch_along = Launcher(_along_kernel)
+
+
+def along_levels(votes: Tensor, weight: Tensor, row_factors: Tensor, column_factors: Tensor, slope: float = 1.0) -> Tensor:
+    """Sum votes · weight on the votes' scales, in one pass (products.along_levels)."""
     (rows, columns), device = votes.shape, votes.device
-    checks.check_tensor("the levels", levels, (rows, columns), levels.dtype, device)
+    checks.check_tensor("the weight", weight, (rows, columns), weight.dtype, device)
     checks.check_tensor("the row factors", row_factors, (rows,), torch.float32, device)
     checks.check_tensor("the column factors", column_factors, (columns,), torch.float32, device)
-    if not checks.are_votes(votes) or levels.dtype not in checks.FLOATS:
+    if not checks.are_votes(votes) or weight.dtype not in checks.FLOATS:
         return NotImplemented
     programs = triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS)
     sums = torch.empty(programs, dtype=torch.float32, device=device)
-    with torch.cuda.device_of(votes):
-        _along_kernel[(programs,)](votes.contiguous(), levels.contiguous(), row_factors.contiguous(),
-                                   column_factors.contiguous(), sums, rows, columns, ROWS=ROWS, COLUMNS=COLUMNS)
-    return sums.sum()
+    _launch_along((votes.shape, votes.dtype, weight.dtype), (programs, 1, 1),
+                  (votes.contiguous(), weight.contiguous(), row_factors.contiguous(), column_factors.contiguous(), sums,
+                   float(slope), rows, columns), {"ROWS": ROWS, "COLUMNS": COLUMNS})
+    return sums.sum(0, keepdim=True)

@@ -38,9 +38,10 @@ from torch import Tensor
 
 from gft.errors import UsageError
 from gft.ops import checks
+from gft.ops.levels import PLAIN, Scaling
+from gft.ops.products import FEW_ROWS
 from gft.storage import Storage
 
-MOST_ROWS = 16  # of x
 X_UP = 60
 LIMBS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 
@@ -185,21 +186,23 @@ def _has_bfloat16_cores(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def linear(x: Tensor, stored: Tensor, storage: Storage, scale: float, factors: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, stored: Tensor, storage: Storage, scaling: Scaling = PLAIN) -> Tensor:
     """products.linear for so few rows of x that reading the weight is all the work."""
     checks.check_matrix("x", x)
+    if not 0 < x.shape[0] <= FEW_ROWS or not stored.numel() or x.dtype not in LIMBS or not _has_bfloat16_cores(x.device):
+        return NotImplemented
     checks.check_stored(stored, storage, x.shape[1])
     if stored.device != x.device:
         raise UsageError(f"x is on {x.device} but the stored weight on {stored.device}")
-    if not 0 < x.shape[0] <= MOST_ROWS or not stored.numel() or x.dtype not in LIMBS or not _has_bfloat16_cores(x.device):
-        return NotImplemented
-    checks.check_level_factors(factors, stored, x.shape[1])
-    if factors is not None and factors.dim() == 2 and factors.shape[1] > 1:
+    checks.check_scaling(scaling, stored, x.shape[1])
+    if scaling.by_group is not None and scaling.by_group.shape[1] > 1:
         return NotImplemented  # what is added up must have been multiplied by
-    y = product(x, stored, storage, scale)
-    if factors is None or factors.dim() == 0:
-        return y if factors is None else y * factors.to(y.dtype)
-    return (y.float() * factors.float().t()).to(y.dtype)
+    y = product(x, stored, storage, scaling.number)
+    if scaling.log_gain is None and scaling.by_group is None:
+        return y
+    factors = scaling._replace(number=1.0).factors()
+    assert isinstance(factors, Tensor)
+    return (y.float() * (factors if factors.dim() == 0 else factors.t())).to(y.dtype)
 
 
 def product(x: Tensor,  # (n, columns) float32, bfloat16 or float16, n from 1 to 16

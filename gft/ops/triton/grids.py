@@ -11,7 +11,7 @@ MOST = 65_535
 
 def spread(blocks: int) -> tuple[int, int]:
     """Sizes two and three of a grid for so many blocks; with a few programs more than blocks where one size is too short."""
-    return min(blocks, MOST), triton.cdiv(blocks, MOST)
+    return min(blocks, MOST), -(-blocks // MOST)
 
 
 @triton.jit

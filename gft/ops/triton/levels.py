@@ -1,5 +1,8 @@
 """Packed numbers: stored weights made float for a product, activations packed for backward and unpacked there."""
 
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -7,19 +10,21 @@ from torch import Tensor
 
 from gft.errors import UsageError
 from gft.ops import checks
+from gft.ops.levels import PLAIN, Scaling
 from gft.ops.triton.constants import constants_of
 from gft.ops.triton.grids import spread, spread_block
+from gft.ops.triton.launch import Launcher
 from gft.storage import Storage
 
 ROWS, COLUMNS = 4, 512  # of a program
 
 
 @triton.jit
-def _levels_kernel(stored, levels, factors, rows, columns, bytes_a_row, groups, group, FACTORS: tl.constexpr,
-                   PACKED: tl.constexpr, WIDTH: tl.constexpr, LARGEST: tl.constexpr, MEMORY_BITS: tl.constexpr,
-                   SPARE_BITS: tl.constexpr, INERTIA: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr):
-    block = spread_block()
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+def read_block(row_block, block, stored, levels, by_group, log_gain, number, root, rows, columns, bytes_a_row, groups, group,
+               GROUPS: tl.constexpr, GAIN: tl.constexpr, PACKED: tl.constexpr, WIDTH: tl.constexpr, LARGEST: tl.constexpr,
+               MEMORY_BITS: tl.constexpr, SPARE_BITS: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr):
+    """Some bytes of some rows."""
+    row = row_block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     byte = block * BYTES + tl.arange(0, BYTES)
     inside = (row < rows)[:, None] & (byte < bytes_a_row)[None, :]
     raw = tl.load(stored + row[:, None] * bytes_a_row + byte[None, :], mask=inside, other=0).to(tl.int32)
@@ -33,23 +38,68 @@ def _levels_kernel(stored, levels, factors, rows, columns, bytes_a_row, groups, 
         level = (raw + ((1 << MEMORY_BITS) >> 1)) >> MEMORY_BITS
     column = block * BYTES * PER_BYTE + tl.arange(0, BYTES * PER_BYTE)
     live = (row < rows)[:, None] & (column < columns)[None, :]
-    number = level.to(tl.float32)
-    if FACTORS == 1:
-        number *= tl.load(factors).to(tl.float32)
-    elif FACTORS == 2:
+    factor = tl.full((1, 1), number, tl.float32)
+    if GAIN:
+        factor *= tl.exp(tl.load(log_gain).to(tl.float32) * root)
+    if GROUPS:
         at = row[:, None] * groups + (column // group)[None, :]
-        number *= tl.load(factors + at, mask=live, other=0.0).to(tl.float32)
-    tl.store(levels + row[:, None] * columns + column[None, :], number.to(levels.dtype.element_ty), mask=live)
+        factor = tl.load(by_group + at, mask=live, other=0.0).to(tl.float32) * factor
+    value = level.to(tl.float32) * factor
+    tl.store(levels + row[:, None] * columns + column[None, :], value.to(levels.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _levels_kernel(stored, levels, by_group, log_gain, number, root, rows, columns, bytes_a_row, groups, group,
+                   GROUPS: tl.constexpr, GAIN: tl.constexpr, PACKED: tl.constexpr, WIDTH: tl.constexpr,
+                   LARGEST: tl.constexpr, MEMORY_BITS: tl.constexpr, SPARE_BITS: tl.constexpr, INERTIA: tl.constexpr,
+                   ROWS: tl.constexpr, BYTES: tl.constexpr):
+    read_block(tl.program_id(0), spread_block(), stored, levels, by_group, log_gain, number, root, rows, columns,
+               bytes_a_row, groups, group, GROUPS, GAIN, PACKED, WIDTH, LARGEST, MEMORY_BITS, SPARE_BITS, ROWS, BYTES)
+
+
+_launch_levels = Launcher(_levels_kernel)
+
+
+class Reading(NamedTuple):
+    """How weights of one kind are read out."""
+
+    grid: tuple[int, int, int]
+    sizes: tuple[int, int, int, int, int]  # rows, columns, bytes a row, groups, columns a group
+    constants: dict[str, Any]
+
+
+_readings: dict[Hashable, Reading] = {}
 
 
 def float_levels(stored: Tensor, storage: Storage, columns: int, dtype: torch.dtype,
-                 factors: Tensor | None = None) -> Tensor:
+                 scaling: Scaling = PLAIN) -> Tensor:
     """Read a stored weight out as floats, in one pass (levels.float_levels)."""
-    checks.check_stored(stored, storage, columns)
-    checks.check_level_factors(factors, stored, columns)
-    if dtype not in checks.FLOATS:
-        return NotImplemented
-    return _unpacked(stored, columns, dtype, constants_of(storage), factors)
+    kind = kind_of(stored, storage, columns, dtype, scaling)
+    reading = reading_of(kind, stored, storage, columns, dtype, scaling)
+    return NotImplemented if reading is None else _read(stored, dtype, reading, scaling, kind)
+
+
+def kind_of(stored: Tensor, storage: Storage, columns: int, dtype: torch.dtype, scaling: Scaling) -> Hashable:
+    """What a reading, and the launch of it, depend on."""
+    return (stored.shape, stored.dtype, stored.device, storage, columns, dtype, _kind_of(scaling.by_group),
+            _kind_of(scaling.log_gain))
+
+
+def reading_of(kind: Hashable, stored: Tensor, storage: Storage, columns: int, dtype: torch.dtype,
+               scaling: Scaling) -> Reading | None:
+    """How such a weight is read out, once it has been checked; None for what is left to the definition."""
+    reading = _readings.get(kind)
+    if reading is None:
+        checks.check_stored(stored, storage, columns)
+        checks.check_scaling(scaling, stored, columns)
+        if dtype not in checks.FLOATS:
+            return None
+        reading = _readings[kind] = _reading(stored.shape, columns, constants_of(storage), scaling)
+    return reading
+
+
+def _kind_of(tensor: Tensor | None) -> Hashable:
+    return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
 
 
 def unpack_fields(packed: Tensor, width: int, offset: int, columns: int) -> Tensor:
@@ -60,23 +110,32 @@ def unpack_fields(packed: Tensor, width: int, offset: int, columns: int) -> Tens
         raise UsageError(f"{columns} fields of {width} bits take {triton.cdiv(columns * width, 8)} bytes a row but there "
                          f"are {packed.shape[1]}")
     constants = {"PACKED": True, "WIDTH": width, "LARGEST": offset, "MEMORY_BITS": 0, "SPARE_BITS": 0, "INERTIA": False}
-    return _unpacked(packed, columns, torch.int8, constants)
+    reading = _reading(packed.shape, columns, constants, PLAIN)
+    return _read(packed, torch.int8, reading, PLAIN, (packed.shape, width, offset, columns))
 
 
-def _unpacked(stored: Tensor, columns: int, dtype: torch.dtype, constants: dict[str, int],
-              factors: Tensor | None = None) -> Tensor:
-    stored, (rows, bytes_a_row) = stored.contiguous(), stored.shape
-    levels = torch.empty(rows, columns, dtype=dtype, device=stored.device)
-    if levels.numel():
-        bytes_at_once = COLUMNS * constants["WIDTH"] // 8
-        factors = levels if factors is None else factors.contiguous()
-        dimensions = 0 if factors is levels else 1 if factors.dim() == 0 else 2
-        groups = factors.shape[1] if dimensions == 2 else 1
-        with torch.cuda.device_of(stored):
-            _levels_kernel[(triton.cdiv(rows, ROWS), *spread(triton.cdiv(bytes_a_row, bytes_at_once)))](
-                stored, levels, factors, rows, columns, bytes_a_row, groups, columns // groups, FACTORS=dimensions,
-                **constants, ROWS=ROWS, BYTES=bytes_at_once)
-    return levels
+def _reading(shape: torch.Size, columns: int, constants: dict[str, int], scaling: Scaling) -> Reading:
+    (rows, bytes_a_row), bytes_at_once = shape, COLUMNS * constants["WIDTH"] // 8
+    groups = 1 if scaling.by_group is None else scaling.by_group.shape[1]
+    return Reading((triton.cdiv(rows, ROWS), *spread(triton.cdiv(bytes_a_row, bytes_at_once))),
+                   (rows, columns, bytes_a_row, groups, columns // groups),
+                   {"GROUPS": scaling.by_group is not None, "GAIN": scaling.log_gain is not None, **constants, "ROWS": ROWS,
+                    "BYTES": bytes_at_once})
+
+
+def room_for(stored: Tensor, dtype: torch.dtype, reading: Reading, scaling: Scaling) -> tuple[Tensor, tuple[Any, ...]]:
+    """Where the result goes, and what the kernel is given."""
+    by_group, log_gain, number, root = scaling
+    weight = torch.empty(reading.sizes[:2], dtype=dtype, device=stored.device)
+    return weight, (stored.contiguous(), weight, weight if by_group is None else by_group.contiguous(),
+                    weight if log_gain is None else log_gain, number, root, *reading.sizes)
+
+
+def _read(stored: Tensor, dtype: torch.dtype, reading: Reading, scaling: Scaling, kind: Hashable) -> Tensor:
+    weight, arguments = room_for(stored, dtype, reading, scaling)
+    if weight.numel():
+        _launch_levels(kind, reading.grid, arguments, reading.constants)
+    return weight
 
 
 @triton.jit

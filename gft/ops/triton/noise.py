@@ -77,8 +77,15 @@ def key_arguments(key: NoiseKey, like: Tensor) -> dict[str, int | Tensor]:
     return {"seed": key.seed, "step": on_device(key.step, like), "noise_stream": key.stream, "call": key.call}
 
 
+def width(key: NoiseKey) -> tuple[int, int, int]:
+    """Which of seed, stream and call are 64-bit numbers to a kernel: a part of a launch's key."""
+    return key.seed >> 31 and 1 + (key.seed >> 63), key.stream >> 31, key.call >> 31
+
+
 def on_device(number: float | Tensor, like: Tensor) -> Tensor:
     """One number in the memory of a tensor's device, for a kernel to read."""
+    if isinstance(number, Tensor) and number.dim() == 0 and number.device == like.device:
+        return number
     if isinstance(number, Tensor) and number.numel() != 1:
         raise UsageError(f"a step, lr or cap on the device must be one number but has the shape {tuple(number.shape)}")
     return number.to(like.device) if isinstance(number, Tensor) else torch.tensor(number, device=like.device)

@@ -1,6 +1,7 @@
 """The votes: int8 products on tensor cores, exact in int32."""
 
-from typing import NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +11,11 @@ from torch import Tensor
 
 from gft.errors import UsageError
 from gft.ops import checks
+from gft.ops.activations import MeanSquare, take_mean
+from gft.ops.triton.activations import mean_of_runs
+from gft.ops.triton.launch import Launcher
 
+MEANS = 128  # features whose mean square one program takes
 PROGRAMS = 264  # fill a GPU, two a multiprocessor
 LEAST_TOKENS_A_SPLIT = 512  # that repay a program
 
@@ -35,22 +40,22 @@ def cut_for(rows: int, columns: int, tokens: int) -> Cut:
 
 
 @triton.jit
-def _tile(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
+def _tile(program, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
     """A program's first row and first column. Neighbouring programs share rows and columns, so that what they read is in the
     cache."""
     tiles_down, tiles_across = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
-    program, in_group = tl.program_id(0), GROUP * tiles_across
+    in_group = GROUP * tiles_across
     first_down = program // in_group * GROUP
     group_height = tl.minimum(tiles_down - first_down, GROUP)
     down, across = first_down + program % in_group % group_height, program % in_group // group_height
     return down * ROWS, across * COLUMNS
 
 
-@triton.jit(do_not_specialize=["steps"])
-def _votes_kernel(grad_output, x, votes, rows, columns, tokens, steps,
-                  EVEN: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
-                  GROUP: tl.constexpr):
-    first_row, first_column = _tile(rows, columns, ROWS, COLUMNS, GROUP)
+@triton.jit
+def _votes_tile(program, grad_output, x, votes, rows, columns, tokens, steps,
+                EVEN: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
+                GROUP: tl.constexpr):
+    first_row, first_column = _tile(program, rows, columns, ROWS, COLUMNS, GROUP)
     row, column = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
     first, token = tl.program_id(1) * steps, tl.arange(0, TOKENS)
     # Rows beyond the edge read row 0 and are not written.
@@ -77,36 +82,106 @@ def _votes_kernel(grad_output, x, votes, rows, columns, tokens, steps,
         tl.store(place, total, mask=live)
 
 
-def votes_product(grad_output: Tensor, x: Tensor) -> Tensor:
+@triton.jit(do_not_specialize=["steps", "x_runs", "x_tokens", "x_add", "grad_runs", "grad_tokens", "grad_add"])
+def _votes_kernel(grad_output, x, votes, rows, columns, tokens, steps,
+                  x_squares, x_mean, x_runs, x_tokens, x_add, x_features,
+                  grad_squares, grad_mean, grad_runs, grad_tokens, grad_add, grad_features,
+                  MEANS: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+                  TOKENS: tl.constexpr, GROUP: tl.constexpr):
+    """A tile of the votes. With MEANS, the first programs take the mean squares of x and grad_output instead, of so many
+    features each: a launch of their own would take longer."""
+    if MEANS == 0:
+        _votes_tile(tl.program_id(0), grad_output, x, votes, rows, columns, tokens, steps, EVEN, SPLIT, ROWS, COLUMNS,
+                    TOKENS, GROUP)
+    else:
+        of_x = tl.cdiv(x_features, MEANS)
+        before = of_x + tl.cdiv(grad_features, MEANS)
+        program = tl.program_id(0)
+        if program >= before:
+            _votes_tile(program - before, grad_output, x, votes, rows, columns, tokens, steps, EVEN, SPLIT, ROWS, COLUMNS,
+                        TOKENS, GROUP)
+        elif tl.program_id(1) == 0:
+            if program < of_x:
+                mean_of_runs(x_squares, x_mean, x_runs, x_tokens, x_add, x_features, program, 32, MEANS)
+            else:
+                mean_of_runs(grad_squares, grad_mean, grad_runs, grad_tokens, grad_add, grad_features, program - of_x, 32,
+                             MEANS)
+
+
+_launch_votes = Launcher(_votes_kernel)
+
+
+class _Product(NamedTuple):
+    """How a product of one kind is launched."""
+
+    tiles: int
+    splits: int
+    steps: int  # of a program's loop
+    constants: dict[str, Any]
+    options: dict[str, int]
+
+
+_products: dict[Hashable, _Product] = {}
+
+
+def votes_product(grad_output: Tensor, x: Tensor, means: Sequence[MeanSquare] = ()) -> Tensor:
     """Multiply int8 matrices exactly on tensor cores (products.votes_product): fastest where both have their tokens side by
     side in memory."""
-    checks.check_pair(grad_output, x)
-    if not checks.are_int8(grad_output, x):
-        return NotImplemented
-    if not grad_output.numel() or not x.numel():
-        return torch.zeros(grad_output.shape[1], x.shape[1], dtype=torch.int32, device=x.device)
-    grad_output, x = grad_output.t().contiguous(), x.t().contiguous()
-    (rows, tokens), columns = grad_output.shape, x.shape[0]
+    kind = grad_output.shape, grad_output.dtype, grad_output.device, x.shape, x.dtype, x.device
+    product = _products.get(kind)
+    if product is None:
+        checks.check_pair(grad_output, x)
+        if not checks.are_int8(grad_output, x):
+            return NotImplemented
+        product = _products[kind] = _product_of(grad_output.shape[1], x.shape[1], x.shape[0])
+    together = len(means) == 2 and all(len(one.squares) for one in means)
+    for one in () if together else means:
+        take_mean(*one)
+    (tokens, rows), columns = grad_output.shape, x.shape[1]
+    votes = (torch.zeros if product.splits > 1 or not tokens else torch.empty)(
+        (rows, columns), dtype=torch.int32, device=x.device)
+    if not votes.numel() or not tokens:
+        for one in means if together else ():
+            take_mean(*one)
+        return votes
+    programs, of_means = product.tiles, (votes, votes, 0, 1, 0, 1) * 2
+    if together:
+        of_means = (*_mean_arguments(means[0]), *_mean_arguments(means[1]))
+        programs += triton.cdiv(of_means[5], MEANS) + triton.cdiv(of_means[11], MEANS)
+    _launch_votes((kind, together, of_means[5], of_means[11]), (programs, product.splits, 1),
+                  (_tokens_last(grad_output), _tokens_last(x), votes, rows, columns, tokens, product.steps, *of_means),
+                  {"MEANS": MEANS if together else 0, **product.constants}, **product.options)
+    return votes
+
+
+def _tokens_last(q: Tensor) -> Tensor:  # (n, features) int8
+    """The same numbers, with the tokens of a feature side by side in memory."""
+    return q if q.stride() == (1, q.shape[0]) else q.t().contiguous()
+
+
+def _mean_arguments(one: MeanSquare) -> tuple[Any, ...]:
+    (runs, features), mean = one.squares.shape, one.mean
+    checks.check_tensor("the mean squares", mean, (features,), torch.float32, one.squares.device)
+    return one.squares, mean, runs, max(one.tokens, 1), int(one.add), features
+
+
+def _product_of(rows: int, columns: int, tokens: int) -> _Product:
     cut = cut_for(rows, columns, tokens)
     tiles = triton.cdiv(rows, cut.rows) * triton.cdiv(columns, cut.columns)
     # Few tiles leave most of the GPU idle: share the tokens out, too.
-    splits = max(1, min(cut.programs // tiles, tokens // LEAST_TOKENS_A_SPLIT))
-    steps = triton.cdiv(tokens, splits * cut.tokens)  # of a program's loop
+    splits = max(1, min(cut.programs // max(tiles, 1), tokens // LEAST_TOKENS_A_SPLIT))
+    steps = max(1, triton.cdiv(tokens, splits * cut.tokens))  # of a program's loop
     splits = triton.cdiv(tokens, steps * cut.tokens)
-    votes = (torch.zeros if splits > 1 else torch.empty)(rows, columns, dtype=torch.int32, device=x.device)
-    with torch.cuda.device_of(x):
-        _votes_kernel[(tiles, splits)](
-            grad_output, x, votes, rows, columns, tokens, steps, EVEN=tokens % cut.tokens == 0, SPLIT=splits > 1,
-            ROWS=cut.rows, COLUMNS=cut.columns, TOKENS=cut.tokens, GROUP=cut.group, num_warps=cut.warps,
-            num_stages=cut.stages)
-    return votes
+    return _Product(tiles, splits, steps,
+                    {"EVEN": tokens % cut.tokens == 0, "SPLIT": splits > 1, "ROWS": cut.rows, "COLUMNS": cut.columns,
+                     "TOKENS": cut.tokens, "GROUP": cut.group}, {"num_warps": cut.warps, "num_stages": cut.stages})
 
 
 @triton.jit(do_not_specialize=["pieces_a_split"])
 def _sequence_votes_kernel(grad_output, x, votes, rows, columns, tokens, pieces_a_split,
                            ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, PIECES: tl.constexpr,
                            GROUP: tl.constexpr):
-    first_row, first_column = _tile(rows, columns, ROWS, COLUMNS, GROUP)
+    first_row, first_column = _tile(tl.program_id(0), rows, columns, ROWS, COLUMNS, GROUP)
     row, column = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
     first, token = tl.program_id(1) * pieces_a_split, tl.arange(0, TOKENS)
     from_grad = grad_output + tl.where(row < rows, row, 0).to(tl.int64)[:, None] * tokens + (first * TOKENS + token)[None, :]
