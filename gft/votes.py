@@ -261,8 +261,8 @@ class VoteAccumulator:
 
         With `along` and a quantizer that has a scale, returns an unbiased estimate of what it asks for, (1,).
         """
-        q, grad_factors, tokens = grad_output.q, self._grad_factors, len(grad_output.q)
-        means = self._note("x_rms", x.squares, len(x.q)), self._note("grad_rms", grad_output.squares, tokens)
+        q, grad_factors, tokens = grad_output.q, self._grad_factors, grad_output.q.shape[0]
+        means = self._note("x_rms", x.squares, x.q.shape[0]), self._note("grad_rms", grad_output.squares, tokens)
         waiting = [mean for mean in means if mean is not None]
         self.backwards += 1
         self.pending, self.recomputed = max(self.pending - 1, 0), max(self.recomputed - 1, 0)

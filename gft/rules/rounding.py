@@ -25,6 +25,7 @@ From lr to a moved weight:  GFT.step -> Rounding.step -> lr_scale (below) -> ops
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import ClassVar
 
 import torch
@@ -166,6 +167,7 @@ def rms_beyond(threshold: float) -> float:
     return math.sqrt(2 * ((1 + threshold**2) * beyond - threshold * density))
 
 
+@cache
 def lr_scale(levels: float, resolution: int, threshold: float) -> float:
     """What lr is multiplied by: the rms move at lr = 1, in 1/65536 of a stored value, of what exceeds the threshold. A
     float32, so that a lr on the device gives the same bits."""

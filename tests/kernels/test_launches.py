@@ -39,7 +39,7 @@ def recorded(monkeypatch):
         for launcher in launchers:
             if launcher.kernel is getattr(module, name):
                 monkeypatch.setattr(launcher, "kernel", kernel)
-                monkeypatch.setattr(launcher, "_found", {})
+                monkeypatch.setattr(launcher, "_known", {})
         monkeypatch.setattr(module, name, kernel)
         return kernel
 

@@ -38,7 +38,7 @@ def along_levels(votes: Tensor, weight: Tensor, row_factors: Tensor, column_fact
     checks.check_tensor("the column factors", column_factors, (columns,), torch.float32, device)
     if not checks.are_votes(votes) or weight.dtype not in checks.FLOATS:
         return NotImplemented
-    programs = triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS)
+    programs = -(-rows // ROWS) * -(-columns // COLUMNS)
     sums = torch.empty(programs, dtype=torch.float32, device=device)
     _launch_along((votes.shape, votes.dtype, weight.dtype), (programs, 1, 1),
                   (votes.contiguous(), weight.contiguous(), row_factors.contiguous(), column_factors.contiguous(), sums,

@@ -11,6 +11,7 @@ from torch import Tensor
 from gft.ops import checks
 from gft.ops.rounding import CLIP, MOST_HALVINGS, RoundingJob, RoundingPlan
 from gft.ops.triton.alike import padded, pick
+from gft.ops.triton.launch import Launcher
 from gft.ops.triton.noise import on_device
 from gft.ops.triton.overlap import launched_early, let_next_begin, overlaps, wait_for_previous
 from gft.ops.triton.votes import PROGRAMS
@@ -102,6 +103,9 @@ def _factors_kernel(sums, running, step, moments, factors, stride, rows, columns
     tl.store(factors + place, tl.where(is_all, size * clip, factor), mask=place <= rows + columns)
 
 
+_launch_squares, _launch_factors = Launcher(_squares_kernel), Launcher(_factors_kernel)
+
+
 def stride_of(rows: int, columns: int) -> int:
     """From a layer's sums, factors or moments to the next one's: room for all of them and three numbers more, aligned."""
     return triton.cdiv(rows + columns + 3, 16) * 16
@@ -115,13 +119,13 @@ def _square(votes: Sequence[Tensor],  # of one shape and type, contiguous
     at_once = SQUARES_WARPS * SQUARES_ROWS, SQUARES_WIDTH * 128
     times = len(votes) * first.numel() // (PROGRAMS * at_once[0] * at_once[1])
     times = 1 << min(max(times, 1), MOST_TIMES).bit_length() - 1
-    grid = triton.cdiv(rows, at_once[0] * times) * triton.cdiv(columns, at_once[1]), len(votes)
-    early = overlaps(first)
-    with torch.cuda.device_of(first):
-        _squares_kernel[grid](padded(votes), sums, stride_of(rows, columns), rows, columns, shift,
-                              SHIFTED=shift > 0 or first.dtype is torch.int64, WARPS=SQUARES_WARPS, ROWS=SQUARES_ROWS,
-                              WIDTH=SQUARES_WIDTH, TIMES=times, OVERLAPS=early, num_warps=SQUARES_WARPS,
-                              **launched_early(early))
+    grid = triton.cdiv(rows, at_once[0] * times) * triton.cdiv(columns, at_once[1]), len(votes), 1
+    early, layers = overlaps(first), padded(votes)
+    constants = {"SHIFTED": shift > 0 or first.dtype is torch.int64, "WARPS": SQUARES_WARPS, "ROWS": SQUARES_ROWS,
+                 "WIDTH": SQUARES_WIDTH, "TIMES": times, "OVERLAPS": early}
+    _launch_squares((len(layers), rows, columns, first.dtype, *constants.values()), grid,
+                    (layers, sums, stride_of(rows, columns), rows, columns, shift), constants, num_warps=SQUARES_WARPS,
+                    **launched_early(early))
     return early
 
 
@@ -138,7 +142,8 @@ def sums_of_squares(votes: Tensor, shift: int) -> Tensor:
 
 def factors_of(jobs: Sequence[RoundingJob],  # of one kind, their votes contiguous
                sums: Tensor,  # (jobs · stride,) int64, all 0: scratch
-               lr: float | Tensor) -> tuple[Tensor, Tensor]:  # (jobs, stride) float32
+               lr: float | Tensor,
+               step: int | Tensor) -> tuple[Tensor, Tensor]:  # (jobs, stride) float32
     """rounding.rounding_plan of many: of each the factors of its rows, of its columns, and the cap; and its second moments.
 
     Nothing may be launched between what clears `sums` and this: squaring begins while that still goes on.
@@ -148,13 +153,14 @@ def factors_of(jobs: Sequence[RoundingJob],  # of one kind, their votes contiguo
     factors, moments = torch.empty(2, len(jobs), stride, dtype=torch.float32, device=first.device).unbind()
     running = [job.running.contiguous() for job in jobs if job.running is not None] or [moments]
     early = _square(votes, sums, job.shift)
-    with torch.cuda.device_of(first):
-        _factors_kernel[(triton.cdiv(rows + columns + 1, FACTORS_BLOCK), len(votes))](
-            sums, padded(running), on_device(job.key.step, first), moments, factors,
-            stride, rows, columns, on_device(lr, first) if isinstance(lr, Tensor) else lr,
-            padded([job.lr_scale for job in jobs]), CLIP, job.shift, LR_ON_DEVICE=isinstance(lr, Tensor),
-            RUNNING=job.running is not None, RESCALE_STEP=job.rescale_step, MOST_HALVINGS=MOST_HALVINGS,
-            BLOCK=FACTORS_BLOCK, OVERLAPS=early, **launched_early(early))
+    constants = {"LR_ON_DEVICE": isinstance(lr, Tensor), "RUNNING": job.running is not None,
+                 "RESCALE_STEP": job.rescale_step, "MOST_HALVINGS": MOST_HALVINGS, "BLOCK": FACTORS_BLOCK, "OVERLAPS": early}
+    scales = padded([job.lr_scale for job in jobs])
+    _launch_factors((len(scales), len(running), stride, *constants.values()),
+                    (triton.cdiv(rows + columns + 1, FACTORS_BLOCK), len(votes), 1),
+                    (sums, padded(running), on_device(step, first), moments, factors, stride, rows, columns,
+                     on_device(lr, first) if isinstance(lr, Tensor) else float(lr), scales, CLIP, job.shift), constants,
+                    **launched_early(early))
     return factors, moments
 
 
@@ -165,6 +171,6 @@ def rounding_plan(job: RoundingJob, lr: float | Tensor) -> tuple[RoundingPlan, T
         return NotImplemented
     job, (rows, columns) = replace(job, votes=job.votes.contiguous()), job.votes.shape
     sums = torch.zeros(stride_of(rows, columns), dtype=torch.int64, device=job.votes.device)
-    factors, moments = factors_of([job], sums, lr)
+    factors, moments = factors_of([job], sums, lr, job.key.step)
     row, column, cap = factors[0, : rows + columns + 1].split([rows, columns, 1])
     return RoundingPlan(row[:, None], column[None, :], cap[0], job.threshold, job.follow), moments[0, : rows + columns + 1]

@@ -5,7 +5,7 @@ finds depends on types, on whether pointers and sizes are multiples of 16, and o
 words that these are as they were (`key`), the kernel that was found the last time is launched directly.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -32,37 +32,54 @@ class Launcher:
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
-        self._found: dict[Hashable, _Found] = {}
+        # By key and device: which arguments are tensors or tuples of them; what was found, by which of these are aligned.
+        self._known: dict[Hashable, tuple[tuple[int, ...], dict[int, _Found]]] = {}
 
     def __call__(self, key: Hashable,  # equal keys: the same constants, options, types of tensors and specialised numbers
                  grid: tuple[int, int, int],
-                 arguments: tuple[Any, ...],  # all that are no constants, in the kernel's order; the first is a tensor
+                 arguments: tuple[Any, ...],  # all that are no constants, in the kernel's order; the first of them tensors
                  constants: Mapping[str, Any],  # the rest, in the kernel's order
                  **options: Any) -> None:
-        device = arguments[0].device.index
+        first = arguments[0]
+        device = (first[0] if isinstance(first, tuple) else first).device.index
         if device is not None and device != torch.cuda.current_device():  # Triton launches on the current device
             with torch.cuda.device(device):
                 return self(key, grid, arguments, constants, **options)
-        found = self._found.get((key, device))
-        if found is None or not _aligned(arguments):
-            compiled = self.kernel[grid](*arguments, **constants, **options)
-            if compiled is not None and REPEATS and _aligned(arguments):  # the interpreter compiles nothing
-                assert self.kernel.arg_names[len(arguments) :] == list(constants), "constants in the kernel's order"
-                compiled = compiled.result() if hasattr(compiled, "result") else compiled
-                self._found[key, device] = _Found(compiled.run, compiled.function, compiled.packed_metadata,
-                                                  tuple(constants.values()))
-            return None
-        stream = driver.active.get_current_stream(device)
-        found.run(*grid, stream, found.function, found.metadata, None, None, None, *arguments, *found.constants)
+        known = self._known.get((key, device))
+        found = None if known is None else known[1].get(_unaligned(arguments, known[0]))
+        if found is None:
+            self._find((key, device), grid, arguments, constants, options)
+        else:
+            found.run(*grid, driver.active.get_current_stream(device), found.function, found.metadata, None, None, None,
+                      *arguments, *found.constants)
         return None
 
+    def _find(self, key: Hashable, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: Mapping[str, Any],
+              options: Mapping[str, Any]) -> None:
+        """Launch it by Triton, and keep what Triton has found."""
+        compiled = self.kernel[grid](*arguments, **constants, **options)
+        if compiled is None or not REPEATS:  # the interpreter compiles nothing
+            return
+        assert self.kernel.arg_names[len(arguments) :] == list(constants), "constants in the kernel's order"
+        compiled = compiled.result() if hasattr(compiled, "result") else compiled
+        tensors = tuple(place for place, one in enumerate(arguments) if _begins(one))
+        _, by_alignment = self._known.setdefault(key, (tensors, {}))
+        by_alignment[_unaligned(arguments, tensors)] = _Found(
+            compiled.run, compiled.function, compiled.packed_metadata, tuple(constants.values()))
 
-def _aligned(arguments: tuple[Any, ...]) -> bool:
-    """Do all tensors, also those in tuples, begin where Triton can read 16 bytes at a time?"""
-    for one in arguments:
-        if isinstance(one, Tensor):
-            if one.data_ptr() & ALIGNED:
-                return False
-        elif isinstance(one, tuple) and not _aligned(one):
-            return False
-    return True
+
+def _begins(one: Any) -> bool:
+    """Is it a tensor, or a tuple of them?"""
+    return isinstance(one, Tensor) or (isinstance(one, tuple) and isinstance(one[0], Tensor))
+
+
+def _unaligned(arguments: tuple[Any, ...], tensors: Iterable[int]) -> int:
+    """Which tensors begin where Triton cannot read 16 bytes at a time, a bit each."""
+    bits, bit = 0, 1
+    for place in tensors:
+        one = arguments[place]
+        for each in one if isinstance(one, tuple) else (one,):
+            if each.data_ptr() & ALIGNED:
+                bits |= bit
+            bit <<= 1
+    return bits

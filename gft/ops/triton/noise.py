@@ -72,11 +72,6 @@ def load_eights(first, mask=None):
 KEY = ["seed", "noise_stream", "call"]  # not "stream": a launch has an option of that name
 
 
-def key_arguments(key: NoiseKey, like: Tensor) -> dict[str, int | Tensor]:
-    """A kernel's seed, step, stream and call."""
-    return {"seed": key.seed, "step": on_device(key.step, like), "noise_stream": key.stream, "call": key.call}
-
-
 def width(key: NoiseKey) -> tuple[int, int, int]:
     """Which of seed, stream and call are 64-bit numbers to a kernel: a part of a launch's key."""
     return key.seed >> 31 and 1 + (key.seed >> 63), key.stream >> 31, key.call >> 31

@@ -20,7 +20,8 @@ from gft.ops.topk import TopKPlan
 from gft.ops.triton.alike import Batch, by_eights, kind_of, padded, pick, shared_launches
 from gft.ops.triton.constants import constants_of
 from gft.ops.triton.factors import factors_of, stride_of
-from gft.ops.triton.noise import KEY, key_arguments, load_eights, noise16, noise16_by_eights, on_device
+from gft.ops.triton.launch import Launcher
+from gft.ops.triton.noise import KEY, load_eights, noise16, noise16_by_eights, on_device, width
 from gft.ops.triton.overlap import launched_early, overlaps, wait_for_previous
 from gft.philox import NoiseKey
 from gft.storage import Storage
@@ -164,17 +165,17 @@ def _move_kernel(stored, votes, flips, stride, rows, columns, bytes_a_row,
     tl.atomic_add(flips + layer * stride, flipped, sem="relaxed")
 
 
-def _plan_arguments(plan: RoundingPlan | TopKPlan, unused: Tensor) -> dict[str, Any]:
-    """The kernel's arguments for either plan; in place of the other's numbers something that is not read."""
-    neither = {"row_factor": unused, "column_factor": unused, "cap": unused, "threshold_share": 0.0, "follow": 0,
-               "least": unused, "largest": unused, "p_min": 0}
+_launch_move = Launcher(_move_kernel)
+
+
+def _plan_arguments(plan: RoundingPlan | TopKPlan, unused: Tensor) -> tuple[tuple[Any, ...], dict[str, bool]]:
+    """The kernel's numbers and constants for either plan; in place of the other's numbers something that is not read."""
     if isinstance(plan, TopKPlan):
-        return neither | {"least": plan.least, "largest": plan.largest, "p_min": plan.p_min, "TOPK": True,
-                          "THRESHOLD": False}
+        numbers = unused, unused, unused, 0.0, 0, plan.least, plan.largest, plan.p_min
+        return numbers, {"TOPK": True, "THRESHOLD": False}
     cap = plan.cap if isinstance(plan.cap, Tensor) else on_device(plan.cap, unused)  # of a batch one for each
-    return neither | {"row_factor": plan.row, "column_factor": plan.column, "cap": cap,
-                      "threshold_share": plan.threshold_share, "follow": plan.follow, "TOPK": False,
-                      "THRESHOLD": plan.threshold > 0}
+    numbers = plan.row, plan.column, cap, float(plan.threshold_share), plan.follow, unused, unused, 0
+    return numbers, {"TOPK": False, "THRESHOLD": plan.threshold > 0}
 
 
 def _move(batch: Batch,
@@ -196,13 +197,15 @@ def _move(batch: Batch,
     # not, and then every network would have kernels of its own.
     streams = padded([2 * stream + 3 for stream in batch.streams])
     # Blocks of rows and of columns in one number: a grid's second may not exceed 65,535.
-    grid = triton.cdiv(rows, rows_at_once) * triton.cdiv(columns, eighths * 8), len(batch.stored)
-    with torch.cuda.device_of(first):
-        _move_kernel[grid](
-            padded(batch.stored), padded(batch.votes), flips, stride, rows, columns, bytes_a_row,
-            **_plan_arguments(plan, flips), **(key_arguments(key, first) | {"noise_stream": streams}), noise_first=key.first,
-            **constants_of(batch.storage), BY_EIGHTS=in_words, EVEN=even, ROWS=rows_at_once, EIGHTHS=eighths,
-            OVERLAPS=early, num_warps=MOVE_WARPS, **launched_early(early))
+    grid = triton.cdiv(rows, rows_at_once) * triton.cdiv(columns, eighths * 8), len(batch.stored), 1
+    numbers, kind = _plan_arguments(plan, flips)
+    constants = {**kind, **constants_of(batch.storage), "BY_EIGHTS": in_words, "EVEN": even, "ROWS": rows_at_once,
+                 "EIGHTHS": eighths, "OVERLAPS": early}
+    _launch_move((len(streams), rows, columns, batch.votes[0].dtype, stride, isinstance(numbers[2], Tensor), width(key),
+                  max(streams) >> 31, key.first >> 31, *constants.values()), grid,
+                 (padded(batch.stored), padded(batch.votes), flips, stride, rows, columns, bytes_a_row, *numbers, key.seed,
+                  on_device(key.step, first), streams, key.call, key.first), constants, num_warps=MOVE_WARPS,
+                 **launched_early(early))
     torch.autograd.graph.increment_version(batch.stored)  # autograd does not see what a kernel writes
 
 
@@ -257,14 +260,22 @@ def _check_alike(job: RoundingJob, first: RoundingJob) -> None:
         raise UsageError("weights that move together must share one device, seed, step and call of random numbers")
 
 
+def _lies_well(job: RoundingJob) -> bool:
+    return job.votes.is_contiguous() and (job.running is None or job.running.is_contiguous())
+
+
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
 def _round_together(jobs: Sequence[RoundingJob], lr: float | Tensor) -> list[Rounded]:
     if not jobs:
         return []
     # All that has to be copied is copied before the sums are cleared: nothing may be launched in between.
     key = replace(jobs[0].key, step=on_device(jobs[0].key.step, jobs[0].votes))
     lr = on_device(lr, jobs[0].votes) if isinstance(lr, Tensor) else lr
-    jobs = [replace(job, votes=job.votes.contiguous(), running=None if job.running is None else job.running.contiguous(),
-                    key=replace(key, stream=job.key.stream)) for job in jobs]
+    jobs = [job if _lies_well(job) else replace(job, votes=job.votes.contiguous(), running=_contiguous(job.running))
+            for job in jobs]
     shared = shared_launches(kind_of(job) for job in jobs)
     strides = [stride_of(*jobs[numbers[0]].votes.shape) for numbers in shared]
     sizes = [len(numbers) * stride for numbers, stride in zip(shared, strides, strict=True)]
@@ -273,7 +284,7 @@ def _round_together(jobs: Sequence[RoundingJob], lr: float | Tensor) -> list[Rou
     for numbers, stride, some_sums in zip(shared, strides, sums, strict=True):
         some = [jobs[number] for number in numbers]
         first, (rows, columns) = some[0], some[0].votes.shape
-        factors, moments = factors_of(some, some_sums, lr)
+        factors, moments = factors_of(some, some_sums, lr, key.step)
         plan = RoundingPlan(factors, factors[:, rows:], factors[:, rows + columns], first.threshold, first.follow)
         flips = some_sums.view(-1, stride)[:, rows + columns + 2]
         batch = Batch([job.stored for job in some], [job.votes for job in some], [job.key.stream for job in some],

@@ -134,7 +134,7 @@ def votes_product(grad_output: Tensor, x: Tensor, means: Sequence[MeanSquare] = 
         if not checks.are_int8(grad_output, x):
             return NotImplemented
         product = _products[kind] = _product_of(grad_output.shape[1], x.shape[1], x.shape[0])
-    together = len(means) == 2 and all(len(one.squares) for one in means)
+    together = len(means) == 2 and bool(means[0].squares.shape[0] and means[1].squares.shape[0])
     for one in () if together else means:
         take_mean(*one)
     (tokens, rows), columns = grad_output.shape, x.shape[1]
@@ -147,7 +147,7 @@ def votes_product(grad_output: Tensor, x: Tensor, means: Sequence[MeanSquare] = 
     programs, of_means = product.tiles, (votes, votes, 0, 1, 0, 1) * 2
     if together:
         of_means = (*_mean_arguments(means[0]), *_mean_arguments(means[1]))
-        programs += triton.cdiv(of_means[5], MEANS) + triton.cdiv(of_means[11], MEANS)
+        programs += -(-of_means[5] // MEANS) - (-of_means[11] // MEANS)
     _launch_votes((kind, together, of_means[5], of_means[11]), (programs, product.splits, 1),
                   (_tokens_last(grad_output), _tokens_last(x), votes, rows, columns, tokens, product.steps, *of_means),
                   {"MEANS": MEANS if together else 0, **product.constants}, **product.options)
