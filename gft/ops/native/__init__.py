@@ -32,7 +32,8 @@ from gft.storage import Storage
 ROWS_OF_SQUARES = 64  # summed by one call, whatever the threads: so the sum's order, and its last bit, never changes
 LEAST_A_THREAD = 1 << 15  # elements; fewer do not repay waking a thread
 ROWS_OF_VOTES = 64  # as many as native.c packs at once
-NOT_REUSED = 1 << 25  # bytes; a block this large is not kept for reuse when it is freed (glibc), so it is new each time
+NOT_REUSED = 1 << 18  # bytes; a block this large may go back to the system when it is freed (glibc), and be new each time
+HUGE_PAGES = 1 << 22  # bytes; in a block this large there are some, wherever it begins
 
 
 def twins() -> dict[str, Callable[..., Any]]:
@@ -78,7 +79,7 @@ def _side_by_side(work: Callable[[int, int], Any], rows: int, elements: int, mul
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """torch.empty, in huge pages where it is large: 64 MB in small ones take five times as long to get as to fill."""
     memory = torch.empty(shape, dtype=dtype)
-    if memory.nbytes >= NOT_REUSED:
+    if memory.nbytes >= HUGE_PAGES:
         _functions().gft_huge_pages(memory.data_ptr(), memory.nbytes)
     return memory
 
@@ -141,15 +142,15 @@ def quantize(values: Tensor, factors: Tensor | None, largest: int, key: NoiseKey
 
 def float_levels(stored: Tensor, storage: Storage, columns: int, dtype: torch.dtype,
                  factors: Tensor | None = None) -> Tensor:
-    """Read a weight with memory out as float32 (levels.float_levels)."""
+    """Read a weight out as float32 (levels.float_levels)."""
     checks.check_stored(stored, storage, columns)
     checks.check_level_factors(factors, stored, columns)
-    if not storage.memory or dtype is not torch.float32:
+    if dtype is not torch.float32:
         return NotImplemented
-    stored, functions, c = stored.contiguous(), _functions(), c_storage(storage)
-    levels = _scratch.borrow(stored.shape)
-    _side_by_side(lambda start, stop: functions.gft_levels(stored.data_ptr(), levels.data_ptr(), start, stop, c),
-                  stored.numel(), stored.numel())
+    stored, functions, c, rows = stored.contiguous(), _functions(), c_storage(storage), len(stored)
+    levels = _scratch.borrow((rows, columns))
+    _side_by_side(lambda start, stop: functions.gft_levels(stored.data_ptr(), levels.data_ptr(), columns, start, stop, c),
+                  rows, levels.numel())
     if factors is None or not levels.numel():
         return levels
     by_group = levels if factors.dim() == 0 else levels.view(*factors.shape, columns // factors.shape[1])
@@ -171,8 +172,8 @@ def votes_product(grad_output: Tensor, x: Tensor) -> Tensor:
         return _float_product(grad_output, x)
     grad_output, x = grad_output.contiguous(), x.contiguous()
     (tokens, rows), columns = grad_output.shape, x.shape[1]
-    panels = -(-columns // panel)
-    packed = torch.empty(panels * panel, -(-tokens // 4), 4, dtype=torch.uint8)
+    panels, group = -(-columns // panel), functions.gft_group_tokens()
+    packed = torch.empty(panels * panel, -(-tokens // group), group, dtype=torch.uint8)
     _side_by_side(lambda start, stop: functions.gft_pack_x(x.data_ptr(), packed.data_ptr(), tokens, columns, start, stop),
                   panels, x.numel())
     votes = _empty((rows, columns), torch.int32)
