@@ -109,8 +109,8 @@ def _cpu_multiplies_bfloat16() -> bool:
 
 
 @cache
-def _scaling_is_slow() -> bool:
-    """On ARM torch multiplies by vendors' kernels, but leaves a product with a factor to plain loops, a third as fast."""
+def _scales_transposes_slowly() -> bool:
+    """On ARM torch hands x · matrix^T to oneDNN, which takes plain loops, a third as fast, if there is a factor besides."""
     return platform.machine() in ("aarch64", "arm64")
 
 
@@ -122,6 +122,6 @@ def scaled_matmul(x: Tensor,  # (n, k)
         # Torch's own product would fail inside, warn, and leave oneDNN for good, also for float32.
         with torch.autocast("cpu", enabled=False):
             return scaled_matmul(x.float(), matrix.float(), scale).to(x.dtype)
-    if x.device.type == "cpu" and _scaling_is_slow():
+    if x.device.type == "cpu" and not matrix.is_contiguous() and _scales_transposes_slowly():
         return torch.mm(x, matrix).mul_(scale)
     return torch.addmm(x.new_empty(()), x, matrix, beta=0, alpha=scale)

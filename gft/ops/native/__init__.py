@@ -29,7 +29,7 @@ from gft.ops.topk import TopKPlan
 from gft.philox import NoiseKey
 from gft.storage import Storage
 
-ROWS_OF_SQUARES = 64  # summed by one call, whatever the threads: so the sum's order, and its last bit, never changes
+ROWS_OF_SQUARES = 64  # summed together, whatever the threads: so the sum's order, and its last bit, never changes
 LEAST_A_THREAD = 1 << 15  # elements; fewer do not repay waking a thread
 ROWS_OF_VOTES = 64  # as many as native.c packs at once
 NOT_REUSED = 1 << 18  # bytes; a block this large may go back to the system when it is freed (glibc), and be new each time
@@ -123,20 +123,15 @@ def quantize(values: Tensor, factors: Tensor | None, largest: int, key: NoiseKey
     gft_quantize, noise = _functions().gft_quantize, c_key(key)
     tokens, features = values.shape
     q = torch.empty(tokens, features, dtype=torch.int8)
-    pieces = -(-tokens // ROWS_OF_SQUARES)
-    squares = torch.zeros(pieces, features, dtype=torch.float64)
-    bad = torch.zeros(pieces, dtype=torch.int64)
+    squares = torch.zeros(-(-tokens // ROWS_OF_SQUARES), features, dtype=torch.float64)
 
-    def work(start: int, stop: int) -> None:
-        for first in range(start, stop, ROWS_OF_SQUARES):
-            piece = first // ROWS_OF_SQUARES
-            gft_quantize(values.data_ptr(), factors.data_ptr(), q.data_ptr(), squares[piece].data_ptr(),
-                         bad[piece].data_ptr(), first, min(first + ROWS_OF_SQUARES, stop), features, largest * 65536.0,
-                         LARGEST_SQUARED, noise)
+    def work(start: int, stop: int) -> int:
+        return gft_quantize(values.data_ptr(), factors.data_ptr(), q.data_ptr(), squares.data_ptr(), start, stop, features,
+                            ROWS_OF_SQUARES, largest * 65536.0, LARGEST_SQUARED, noise)
 
-    _side_by_side(work, tokens, values.numel(), ROWS_OF_SQUARES)
-    if not_finite is not None:
-        not_finite += bad.sum()
+    bad = sum(_side_by_side(work, tokens, values.numel(), ROWS_OF_SQUARES))
+    if not_finite is not None and bad:
+        not_finite += bad
     return Quantized(q, (squares.sum(0) / tokens).float())
 
 

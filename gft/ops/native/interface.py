@@ -71,7 +71,7 @@ def c_key(key: NoiseKey) -> CKey:
 
 # name: (result, arguments)
 SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
-    "gft_quantize": (None, [POINTER] * 5 + [LONG] * 3 + [FLOAT] * 2 + [CKey]),
+    "gft_quantize": (LONG, [POINTER] * 4 + [LONG] * 4 + [FLOAT] * 2 + [CKey]),
     "gft_huge_pages": (None, [POINTER, LONG]),
     "gft_levels": (None, [POINTER, POINTER, LONG, LONG, LONG, CStorage]),
     "gft_to_int": (None, [POINTER, LONG, LONG]),

@@ -71,35 +71,43 @@ static inline float within(float a, float most) {
 
 /* ------------------------------------------------------------------------------------------------ activations.quantize */
 
-/* Rows `from` to `to` of values (n, features). `squares` and `bad` get the sums over these rows, by feature and in all. */
-void gft_quantize(const float *values, const float *factor, int8_t *out, double *squares, int64_t *bad, int64_t from,
-                  int64_t to, int64_t features, float top, float largest_squared, NoiseKey key) {
+/* Part of a row. Squares are added by feature. Returns how many values are not finite. */
+static inline int32_t quantize_part(const float *restrict values, const float *restrict factor, const uint16_t *restrict noise,
+                                    int8_t *restrict q, double *restrict squares, int count, float top,
+                                    float largest_squared) {
+    int32_t wrong = 0;
+    for (int i = 0; i < count; i++) {
+        uint32_t bits;
+        memcpy(&bits, &values[i], 4);
+        int32_t finite = (bits & 0x7F800000u) != 0x7F800000u;
+        wrong += !finite;
+        float v = finite ? values[i] : 0.0f;
+        q[i] = (int8_t)(((int32_t)within(v * factor[i], top) + (int32_t)noise[i]) >> 16);
+        double bounded = within(v, largest_squared);
+        squares[i] += bounded * bounded;
+    }
+    return wrong;
+}
+
+/* Rows `from` to `to` of values (n, features). squares[piece][feature] get the sums over pieces of `piece` rows, of which
+ * `from` begins one. Returns how many values are not finite. */
+int64_t gft_quantize(const float *values, const float *factor, int8_t *out, double *squares, int64_t from, int64_t to,
+                     int64_t features, int64_t piece, float top, float largest_squared, NoiseKey key) {
     _Alignas(64) uint16_t room[ROOM];
-    int64_t not_finite = 0;
-    for (int64_t f = 0; f < features; f++) squares[f] = 0;
-    for (int64_t row = from; row < to; row++) {
+    int64_t not_finite = 0, at_once = features < BLOCK ? BLOCK / features : 1; /* rows whose noise is drawn together */
+    for (int64_t row = from; row < to; row += at_once) {
+        int some = at_most(to - row, (int)at_once);
         for (int64_t start = 0; start < features; start += BLOCK) {
             int count = at_most(features - start, BLOCK);
-            int64_t at = row * features + start;
-            const uint16_t *noise = noise_of(room, at, count, key);
-            const float *value = values + at, *scale = factor + start;
-            double *square = squares + start;
-            int8_t *q = out + at;
-            int32_t wrong = 0;
-            for (int i = 0; i < count; i++) {
-                uint32_t bits;
-                memcpy(&bits, &value[i], 4);
-                int32_t finite = (bits & 0x7F800000u) != 0x7F800000u;
-                wrong += !finite;
-                float v = finite ? value[i] : 0.0f;
-                q[i] = (int8_t)(((int32_t)within(v * scale[i], top) + (int32_t)noise[i]) >> 16);
-                double bounded = within(v, largest_squared);
-                square[i] += bounded * bounded;
+            const uint16_t *noise = noise_of(room, row * features + start, some * count, key);
+            for (int r = 0; r < some; r++) {
+                int64_t at = (row + r) * features + start;
+                not_finite += quantize_part(values + at, factor + start, noise + r * count, out + at,
+                                            squares + (row + r) / piece * features + start, count, top, largest_squared);
             }
-            not_finite += wrong;
         }
     }
-    *bad = not_finite;
+    return not_finite;
 }
 
 /* ------------------------------------------------------------------------------------------------ memory */

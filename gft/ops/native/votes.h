@@ -71,7 +71,7 @@ static void pack_grad(int8_t *packed, int32_t *start, const int8_t *grad, int64_
             pack_group(one_group, source, rows, some, count, 0);
         for (int r = 0; r < count; r += TILE_ROWS)
             memcpy(packed + (r * groups + g * TILE_ROWS) * GROUP, one_group + r * GROUP, TILE_ROWS * GROUP);
-        for (int k = 0; OFFSET && k < some; k++)
+        for (int k = 0; OFFSET > 0 && k < some; k++)
             for (int r = 0; r < count; r++) start[r] -= OFFSET * source[k * rows + r];
     }
 }
