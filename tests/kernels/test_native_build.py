@@ -47,6 +47,27 @@ def test_the_library_is_built_once_for_us_alone(places, monkeypatch):
     assert path.stat().st_mtime_ns == built
 
 
+def test_another_source_compiler_or_processor_has_a_library_of_its_own(tmp_path, monkeypatch):
+    """A cache folder may be shared by unlike machines, and outlives an update of gft."""
+    sources = [build.SOURCE, *map(build.SOURCE.with_name, build.PARTS)]
+    assert set(sources) == set(build.SOURCE.parent.glob("*.[ch]"))
+    copies = [tmp_path / path.name for path in sources]
+    for path, copy in zip(sources, copies, strict=True):
+        copy.write_text(path.read_text())
+    monkeypatch.setattr(build, "SOURCE", copies[0])
+    monkeypatch.setattr(build, "_compile", lambda compiler, target: target.touch())
+    folder = tmp_path / "built"
+    names = [build.built(["cc"], folder).name, build.built(["other-cc"], folder).name]
+    for copy in copies:
+        copy.write_text(copy.read_text() + "/* new */")
+        names.append(build.built(["cc"], folder).name)
+    assert build.built(["cc"], folder).name == names[-1]
+    for features in ("Features : asimd asimddp", "Features : asimd asimddp i8mm"):
+        monkeypatch.setattr(build, "_processor", lambda features=features: features)
+        names.append(build.built(["cc"], folder).name)
+    assert len(set(names)) == len(names) == 4 + len(copies)
+
+
 def test_a_library_that_others_can_write_is_built_anew(tmp_path):
     tmp_path.chmod(0o700)
     path = build.built(build._compiler(), tmp_path)

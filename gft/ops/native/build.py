@@ -146,5 +146,5 @@ def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line for line in lines if line.startswith(("flags", "Features")))
-    except (OSError, StopIteration):
-        return platform.processor()
+    except (OSError, StopIteration):  # not Linux; the name alone does not tell the instructions, so each host has its own
+        return f"{platform.processor()} of {platform.node()}"
