@@ -102,7 +102,7 @@ def backward(layer: Layer, grad_output: Tensor, saved: tuple[Tensor, Tensor | No
 def _packed(q: Tensor, vote: Vote) -> Tensor:
     """What is kept of quantized x (n, features): several a byte, along the axis that lies side by side."""
     if vote.bits == 8:
-        return q
+        return q if ops.tokens_last(q) else q.contiguous()  # as graphs are told; torch's definition may lie as x did
     return ops.pack_fields(q.t() if ops.tokens_last(q) else q, vote.bits, (1 << vote.bits - 1) - 1)
 
 

@@ -42,7 +42,8 @@ def built(pattern):
 
 def test_the_wheel_has_the_library_with_its_c_source_and_nothing_else():
     names = zipfile.ZipFile(built("*.whl")).namelist()
-    assert {"gft/__init__.py", "gft/py.typed", "gft/ops/native/native.c"} <= set(names)
+    c_source = {f"gft/ops/native/{name}" for name in ("native.c", "noise.h", "votes.h")}
+    assert {"gft/__init__.py", "gft/py.typed", *c_source} <= set(names)
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "gft").rglob("*.py")}
     assert sources <= set(names)
     assert {name.split("/")[0].split("-")[0] for name in names} == {"gft", "gft_torch"}

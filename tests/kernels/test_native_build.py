@@ -47,6 +47,27 @@ def test_the_library_is_built_once_for_us_alone(places, monkeypatch):
     assert path.stat().st_mtime_ns == built
 
 
+def test_another_source_compiler_or_processor_has_a_library_of_its_own(tmp_path, monkeypatch):
+    """A cache folder may be shared by unlike machines, and outlives an update of gft."""
+    sources = [build.SOURCE, *map(build.SOURCE.with_name, build.PARTS)]
+    assert set(sources) == set(build.SOURCE.parent.glob("*.[ch]"))
+    copies = [tmp_path / path.name for path in sources]
+    for path, copy in zip(sources, copies, strict=True):
+        copy.write_text(path.read_text())
+    monkeypatch.setattr(build, "SOURCE", copies[0])
+    monkeypatch.setattr(build, "_compile", lambda compiler, target: target.touch())
+    folder = tmp_path / "built"
+    names = [build.built(["cc"], folder).name, build.built(["other-cc"], folder).name]
+    for copy in copies:
+        copy.write_text(copy.read_text() + "/* new */")
+        names.append(build.built(["cc"], folder).name)
+    assert build.built(["cc"], folder).name == names[-1]
+    for features in ("Features : asimd asimddp", "Features : asimd asimddp i8mm"):
+        monkeypatch.setattr(build, "_processor", lambda features=features: features)
+        names.append(build.built(["cc"], folder).name)
+    assert len(set(names)) == len(names) == 4 + len(copies)
+
+
 def test_a_library_that_others_can_write_is_built_anew(tmp_path):
     tmp_path.chmod(0o700)
     path = build.built(build._compiler(), tmp_path)
@@ -134,7 +155,8 @@ print(len(ops.twins("cpu")), bool(stored.any()))
 @pytest.mark.parametrize(("settings", "warnings_expected"), [({"CC": "/nowhere/cc"}, 1),
                                                              ({"CC": "/nowhere/cc", "GFT_NATIVE": "0"}, 0)], ids=str)
 def test_weights_move_without_a_compiler(settings, warnings_expected, tmp_path):
-    environment = {**os.environ, **settings, "XDG_CACHE_HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
+    outside = {name: value for name, value in os.environ.items() if name != "GFT_NATIVE"}
+    environment = {**outside, **settings, "XDG_CACHE_HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["0", "True"]
     assert done.stderr.count("UserWarning") == warnings_expected

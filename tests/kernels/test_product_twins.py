@@ -83,11 +83,15 @@ def test_float_levels_equal_the_definition(triton_twins, storage):
         assert got.any()
 
 
-@pytest.mark.parametrize("storage", [Storage(2), Storage(4, inertia=False), Storage(7)], ids=str)
-def test_c_float_levels_equal_the_definition(c_twins, storage):
-    stored = random_stored(storage, (63, 65))
-    got = c_twins.float_levels(stored, storage, 65, torch.float32)
-    assert torch.equal(got, ops.float_levels.definition(stored, storage, 65, torch.float32))
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("storage", STORAGES, ids=str)
+def test_c_float_levels_equal_the_definition(c_twins, storage, threads, monkeypatch):
+    monkeypatch.setattr("gft.ops.native.LEAST_A_THREAD", 100)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    for shape in ((63, 65), (1, 1), (2, 4099)):
+        stored = random_stored(storage, shape)
+        got = c_twins.float_levels(stored, storage, shape[1], torch.float32)
+        assert torch.equal(got, ops.float_levels.definition(stored, storage, shape[1], torch.float32))
 
 
 def test_c_float_levels_lie_in_kept_memory_only_once(c_twins, monkeypatch):

@@ -30,10 +30,11 @@ from gft.ops.topk import TopKPlan
 from gft.philox import NoiseKey
 from gft.storage import Storage
 
-ROWS_OF_SQUARES = 64  # summed by one call, whatever the threads: so the sum's order, and its last bit, never changes
+ROWS_OF_SQUARES = 64  # summed together, whatever the threads: so the sum's order, and its last bit, never changes
 LEAST_A_THREAD = 1 << 15  # elements; fewer do not repay waking a thread
 ROWS_OF_VOTES = 64  # as many as native.c packs at once
-NOT_REUSED = 1 << 25  # bytes; a block this large is not kept for reuse when it is freed (glibc), so it is new each time
+NOT_REUSED = 1 << 18  # bytes; a block this large may go back to the system when it is freed (glibc), and be new each time
+HUGE_PAGES = 1 << 22  # bytes; in a block this large there are some, wherever it begins
 
 
 def twins() -> dict[str, Callable[..., Any]]:
@@ -79,7 +80,7 @@ def _side_by_side(work: Callable[[int, int], Any], rows: int, elements: int, mul
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """torch.empty, in huge pages where it is large: 64 MB in small ones take five times as long to get as to fill."""
     memory = torch.empty(shape, dtype=dtype)
-    if memory.nbytes >= NOT_REUSED:
+    if memory.nbytes >= HUGE_PAGES:
         _functions().gft_huge_pages(memory.data_ptr(), memory.nbytes)
     return memory
 
@@ -123,37 +124,32 @@ def quantize(values: Tensor, factors: Tensor | None, largest: int, key: NoiseKey
     gft_quantize, noise = _functions().gft_quantize, c_key(key)
     tokens, features = values.shape
     q = torch.empty(tokens, features, dtype=torch.int8)
-    pieces = -(-tokens // ROWS_OF_SQUARES)
-    squares = torch.zeros(pieces, features, dtype=torch.float64)
-    bad = torch.zeros(pieces, dtype=torch.int64)
+    squares = torch.zeros(-(-tokens // ROWS_OF_SQUARES), features, dtype=torch.float64)
 
-    def work(start: int, stop: int) -> None:
-        for first in range(start, stop, ROWS_OF_SQUARES):
-            piece = first // ROWS_OF_SQUARES
-            gft_quantize(values.data_ptr(), factors.data_ptr(), q.data_ptr(), squares[piece].data_ptr(),
-                         bad[piece].data_ptr(), first, min(first + ROWS_OF_SQUARES, stop), features, largest * 65536.0,
-                         LARGEST_SQUARED, noise)
+    def work(start: int, stop: int) -> int:
+        return gft_quantize(values.data_ptr(), factors.data_ptr(), q.data_ptr(), squares.data_ptr(), start, stop, features,
+                            ROWS_OF_SQUARES, largest * 65536.0, LARGEST_SQUARED, noise)
 
-    _side_by_side(work, tokens, values.numel(), ROWS_OF_SQUARES)
-    if not_finite is not None:
-        not_finite += bad.sum()
+    bad = sum(_side_by_side(work, tokens, values.numel(), ROWS_OF_SQUARES))
+    if not_finite is not None and bad:
+        not_finite += bad
     return Quantized(q, squares.sum(0, keepdim=True).float())
 
 
 def float_levels(stored: Tensor, storage: Storage, columns: int, dtype: torch.dtype, scaling: Scaling = PLAIN) -> Tensor:
-    """Read a weight with memory out as float32 (levels.float_levels)."""
+    """Read a weight out as float32 (levels.float_levels)."""
     checks.check_stored(stored, storage, columns)
     checks.check_scaling(scaling, stored, columns)
-    if not storage.memory or dtype is not torch.float32:
+    if dtype is not torch.float32:
         return NotImplemented
-    stored, functions, c = stored.contiguous(), _functions(), c_storage(storage)
-    levels, factors = _scratch.borrow(stored.shape), scaling.factors()
-    _side_by_side(lambda start, stop: functions.gft_levels(stored.data_ptr(), levels.data_ptr(), start, stop, c),
-                  stored.numel(), stored.numel())
-    if isinstance(factors, Tensor) and factors.dim() and levels.numel():
-        levels.view(*factors.shape, columns // factors.shape[1]).mul_(factors[:, :, None])
-    elif not isinstance(factors, float) or factors != 1.0:
-        levels.mul_(factors)
+    stored, functions, c, rows = stored.contiguous(), _functions(), c_storage(storage), len(stored)
+    levels, factors = _scratch.borrow((rows, columns)), scaling.factors()
+    by_group = factors if isinstance(factors, Tensor) and factors.dim() else None
+    factor = 1.0 if by_group is not None else float(factors)
+    _side_by_side(lambda start, stop: functions.gft_levels(stored.data_ptr(), levels.data_ptr(), columns, start, stop,
+                                                           factor, c), rows, levels.numel())
+    if by_group is not None and levels.numel():
+        levels.view(*by_group.shape, columns // by_group.shape[1]).mul_(by_group[:, :, None])
     return levels
 
 
@@ -173,8 +169,8 @@ def votes_product(grad_output: Tensor, x: Tensor, means: Sequence[MeanSquare] = 
         return _float_product(grad_output, x)
     grad_output, x = grad_output.contiguous(), x.contiguous()
     (tokens, rows), columns = grad_output.shape, x.shape[1]
-    panels = -(-columns // panel)
-    packed = torch.empty(panels * panel, -(-tokens // 4), 4, dtype=torch.uint8)
+    panels, group = -(-columns // panel), functions.gft_group_tokens()
+    packed = torch.empty(panels * panel, -(-tokens // group), group, dtype=torch.uint8)
     _side_by_side(lambda start, stop: functions.gft_pack_x(x.data_ptr(), packed.data_ptr(), tokens, columns, start, stop),
                   panels, x.numel())
     votes = _empty((rows, columns), torch.int32)

@@ -24,6 +24,7 @@ from pathlib import Path
 from gft.ops.native.interface import SIGNATURES
 
 SOURCE = Path(__file__).with_name("native.c")
+PARTS = ("noise.h", "votes.h")  # that it includes
 FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
 TUNINGS = (("-march=native",), ())  # the first that the compiler takes
 PATIENCE = 60  # seconds for the compiler
@@ -113,7 +114,8 @@ def built(compiler: list[str], folder: Path) -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not is_ours(folder):
         raise PermissionError(f"{folder} is not yours alone to write")
-    marks = [SOURCE.read_text(), *FLAGS, *chain(*TUNINGS), *compiler, platform.machine(), _processor()]
+    texts = [path.read_text() for path in (SOURCE, *map(SOURCE.with_name, PARTS))]
+    marks = [*texts, *FLAGS, *chain(*TUNINGS), *compiler, platform.machine(), _processor()]
     path = folder / f"native-{hashlib.sha256(chr(0).join(marks).encode()).hexdigest()[:16]}.so"
     if not (path.exists() and is_ours(path)):
         # In a folder with a name of its own and not by the process' number, as files.py does: hosts may share this folder.
@@ -144,5 +146,5 @@ def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line for line in lines if line.startswith(("flags", "Features")))
-    except (OSError, StopIteration):
-        return platform.processor()
+    except (OSError, StopIteration):  # not Linux; the name alone does not tell the instructions, so each host has its own
+        return f"{platform.processor()} of {platform.node()}"

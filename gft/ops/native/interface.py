@@ -71,11 +71,12 @@ def c_key(key: NoiseKey) -> CKey:
 
 # name: (result, arguments)
 SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
-    "gft_quantize": (None, [POINTER] * 5 + [LONG] * 3 + [FLOAT] * 2 + [CKey]),
+    "gft_quantize": (LONG, [POINTER] * 4 + [LONG] * 4 + [FLOAT] * 2 + [CKey]),
     "gft_huge_pages": (None, [POINTER, LONG]),
-    "gft_levels": (None, [POINTER, POINTER, LONG, LONG, CStorage]),
+    "gft_levels": (None, [POINTER, POINTER, LONG, LONG, LONG, FLOAT, CStorage]),
     "gft_to_int": (None, [POINTER, LONG, LONG]),
     "gft_panel_columns": (LONG, []),
+    "gft_group_tokens": (LONG, []),
     "gft_pack_x": (None, [POINTER, POINTER, *[LONG] * 4]),
     "gft_votes": (None, [POINTER, POINTER, POINTER, *[LONG] * 5]),
     "gft_squares": (None, [POINTER, INT, POINTER, POINTER, LONG, LONG, LONG, INT]),

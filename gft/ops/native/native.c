@@ -10,13 +10,14 @@
 #include <string.h>
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
 
 #define BLOCK 2048 /* elements at a time: noise, old and new values of them stay in the first-level cache */
-#define ROUNDS 10
 
 /* ------------------------------------------------------------------------------------------------ interface.py */
 
@@ -56,101 +57,57 @@ typedef struct {
 
 static inline int at_most(int64_t a, int most) { return a < most ? (int)a : most; }
 
-/* ------------------------------------------------------------------------------------------------ philox.noise16 */
-
-/* Several counters side by side. A lane is 64 bits wide for the sake of the product, and holds a 32-bit word in its low
- * half; the product takes no notice of what is above, so nothing clears it. */
-#if defined(__AVX512F__)
-enum { LANES = 8 };
+/* a within -most..most: two instructions, if it is said as this processor's compiler knows it. */
+static inline float within(float a, float most) {
+#if defined(__aarch64__)
+    return fmaxf(fminf(a, most), -most);
 #else
-enum { LANES = 4 };
-#endif
-typedef uint64_t Words __attribute__((vector_size(8 * LANES)));
-
-enum { ROOM = BLOCK + 16 + 8 * LANES }; /* elements: a block's noise begins and ends within a counter, in whole vectors */
-
-static inline Words all(uint64_t word) { return (Words){0} + word; }
-
-/* The low word of each lane times a word. Compilers take a 64-bit product for it, which is several times slower. */
-static inline Words times(Words words, uint32_t by) {
-#if defined(__AVX512F__)
-    return (Words)_mm512_mul_epu32((__m512i)words, _mm512_set1_epi64(by));
-#elif defined(__AVX2__)
-    return (Words)_mm256_mul_epu32((__m256i)words, _mm256_set1_epi64x(by));
-#else
-    return (words & all(0xFFFFFFFFu)) * all(by);
+    return a < -most ? -most : a > most ? most : a;
 #endif
 }
 
-static inline Words joined(Words low, Words high) { return (low & all(0xFFFFFFFFu)) | high << 32; }
-
-/* 16-bit noise of `count` counters from `first` on, eight numbers each, and up to LANES - 1 counters more. */
-static void noise_of_counters(uint16_t *out, uint64_t first, int count, NoiseKey key) {
-    Words counter = all(first);
-    for (int i = 0; i < LANES; i++) counter[i] += (uint64_t)i;
-    for (int start = 0; start < count; start += LANES, counter += all(LANES)) {
-        Words c0 = counter, c1 = all(key.call), c2 = all(key.step), c3 = all(key.stream);
-        uint32_t k0 = (uint32_t)key.seed, k1 = (uint32_t)(key.seed >> 32);
-        for (int round = 0; round < ROUNDS; round++) {
-            Words p0 = times(c0, 0xD2511F53u), p1 = times(c2, 0xCD9E8D57u);
-            c0 = p1 >> 32 ^ c1 ^ all(k0);
-            c2 = p0 >> 32 ^ c3 ^ all(k1);
-            c1 = p1;
-            c3 = p0;
-            k0 += 0x9E3779B9u;
-            k1 += 0xBB67AE85u;
-        }
-        Words front = joined(c0, c1), back = joined(c2, c3);
-        uint64_t halves[2 * LANES]; /* four numbers each */
-        for (int i = 0; i < LANES; i++) {
-            halves[2 * i] = front[i];
-            halves[2 * i + 1] = back[i];
-        }
-        memcpy(out + 8 * start, halves, sizeof halves);
-    }
-}
-
-/* Noise of `count` elements from `first` on, at most BLOCK of them; `room` holds ROOM. Returns where it begins. */
-static const uint16_t *noise_of(uint16_t *room, int64_t first, int count, NoiseKey key) {
-    first += (int64_t)key.first;
-    int lead = (int)(first % 8);
-    noise_of_counters(room, (uint64_t)(first / 8), (lead + count + 7) / 8, key);
-    return room + lead;
-}
+#include "noise.h"
+#include "votes.h"
 
 /* ------------------------------------------------------------------------------------------------ activations.quantize */
 
-/* Rows `from` to `to` of values (n, features). `squares` and `bad` get the sums over these rows, by feature and in all. */
-void gft_quantize(const float *values, const float *factor, int8_t *out, double *squares, int64_t *bad, int64_t from,
-                  int64_t to, int64_t features, float top, float largest_squared, NoiseKey key) {
+/* Part of a row. Squares are added by feature. Returns how many values are not finite. */
+static inline int32_t quantize_part(const float *restrict values, const float *restrict factor, const uint16_t *restrict noise,
+                                    int8_t *restrict q, double *restrict squares, int count, float top,
+                                    float largest_squared) {
+    int32_t wrong = 0;
+    for (int i = 0; i < count; i++) {
+        uint32_t bits;
+        memcpy(&bits, &values[i], 4);
+        int32_t finite = (bits & 0x7F800000u) != 0x7F800000u;
+        wrong += !finite;
+        float v = finite ? values[i] : 0.0f;
+        q[i] = (int8_t)(((int32_t)within(v * factor[i], top) + (int32_t)noise[i]) >> 16);
+        double bounded = within(v, largest_squared);
+        squares[i] += bounded * bounded;
+    }
+    return wrong;
+}
+
+/* Rows `from` to `to` of values (n, features). squares[piece][feature] get the sums over pieces of `piece` rows, of which
+ * `from` begins one. Returns how many values are not finite. */
+int64_t gft_quantize(const float *values, const float *factor, int8_t *out, double *squares, int64_t from, int64_t to,
+                     int64_t features, int64_t piece, float top, float largest_squared, NoiseKey key) {
     _Alignas(64) uint16_t room[ROOM];
-    int64_t not_finite = 0;
-    for (int64_t f = 0; f < features; f++) squares[f] = 0;
-    for (int64_t row = from; row < to; row++) {
+    int64_t not_finite = 0, at_once = features < BLOCK ? BLOCK / features : 1; /* rows whose noise is drawn together */
+    for (int64_t row = from; row < to; row += at_once) {
+        int some = at_most(to - row, (int)at_once);
         for (int64_t start = 0; start < features; start += BLOCK) {
             int count = at_most(features - start, BLOCK);
-            int64_t at = row * features + start;
-            const uint16_t *noise = noise_of(room, at, count, key);
-            const float *value = values + at, *scale = factor + start;
-            double *square = squares + start;
-            int8_t *q = out + at;
-            int32_t wrong = 0;
-            for (int i = 0; i < count; i++) {
-                uint32_t bits;
-                memcpy(&bits, &value[i], 4);
-                int32_t finite = (bits & 0x7F800000u) != 0x7F800000u;
-                wrong += !finite;
-                float v = finite ? value[i] : 0.0f;
-                float fixed = v * scale[i];
-                fixed = fixed < -top ? -top : fixed > top ? top : fixed;
-                q[i] = (int8_t)(((int32_t)fixed + (int32_t)noise[i]) >> 16);
-                float bounded = v < -largest_squared ? -largest_squared : v > largest_squared ? largest_squared : v;
-                square[i] += (double)bounded * bounded;
+            const uint16_t *noise = noise_of(room, row * features + start, some * count, key);
+            for (int r = 0; r < some; r++) {
+                int64_t at = (row + r) * features + start;
+                not_finite += quantize_part(values + at, factor + start, noise + r * count, out + at,
+                                            squares + (row + r) / piece * features + start, count, top, largest_squared);
             }
-            not_finite += wrong;
         }
     }
-    *bad = not_finite;
+    return not_finite;
 }
 
 /* ------------------------------------------------------------------------------------------------ memory */
@@ -166,13 +123,64 @@ void gft_huge_pages(void *memory, int64_t bytes) {
 #endif
 }
 
-/* ------------------------------------------------------------------------------------------------ conversions */
+/* ------------------------------------------------------------------------------------------------ stored values */
 
-/* Levels of values stored with memory, as floats: Storage.value_levels. */
-void gft_levels(const int8_t *stored, float *out, int64_t from, int64_t to, Storage storage) {
-    int32_t bits = storage.low_bits, half = (1 << bits) / 2;
-    for (int64_t i = from; i < to; i++) out[i] = (float)((stored[i] + half) >> bits);
+/* Packed values, `width` bits each, to int8 and back. `width` is a constant where these are inlined, so they vectorise. The
+ * last byte is read and written in full: `values` has room for it. */
+static inline void unpack(int8_t *values, const uint8_t *bytes, int count, int width, int lowest) {
+    int per_byte = 8 / width, mask = (1 << width) - 1;
+    for (int b = 0; b < (count + per_byte - 1) / per_byte; b++)
+        for (int place = 0; place < per_byte; place++)
+            values[b * per_byte + place] = (int8_t)(((bytes[b] >> (width * place)) & mask) + lowest);
 }
+
+static inline void pack(uint8_t *bytes, int8_t *values, int count, int width, int lowest) {
+    int per_byte = 8 / width;
+    for (int i = count; i % per_byte; i++) values[i] = (int8_t)lowest; /* a short last byte is filled with zero bits */
+    for (int b = 0; b < (count + per_byte - 1) / per_byte; b++) {
+        int byte = 0;
+        for (int place = 0; place < per_byte; place++) byte |= (values[b * per_byte + place] - lowest) << (width * place);
+        bytes[b] = (uint8_t)byte;
+    }
+}
+
+static void read_values(int8_t *values, const uint8_t *bytes, int count, Storage storage) {
+    switch (storage.memory ? 0 : storage.field_bits) {
+    case 2: unpack(values, bytes, count, 2, storage.lowest); break;
+    case 4: unpack(values, bytes, count, 4, storage.lowest); break;
+    case 8: unpack(values, bytes, count, 8, storage.lowest); break;
+    default: memcpy(values, bytes, (size_t)count);
+    }
+}
+
+static void write_values(uint8_t *bytes, int8_t *values, int count, Storage storage) {
+    switch (storage.memory ? 0 : storage.field_bits) {
+    case 2: pack(bytes, values, count, 2, storage.lowest); break;
+    case 4: pack(bytes, values, count, 4, storage.lowest); break;
+    case 8: pack(bytes, values, count, 8, storage.lowest); break;
+    default: memcpy(bytes, values, (size_t)count);
+    }
+}
+
+/* Rows `from` to `to` of a stored matrix as floats, times a factor: Storage.levels. */
+void gft_levels(const uint8_t *stored, float *out, int64_t columns, int64_t from, int64_t to, float factor,
+                Storage storage) {
+    _Alignas(64) int8_t values[BLOCK];
+    int bits = storage.low_bits, half = (1 << bits) / 2;
+    int64_t bytes_per_row = (columns * storage.field_bits + 7) / 8;
+    for (int64_t row = from; row < to; row++) {
+        for (int64_t start = 0; start < columns; start += BLOCK) {
+            int count = at_most(columns - start, BLOCK);
+            float *level = out + row * columns + start;
+            const uint8_t *bytes = stored + row * bytes_per_row + start * storage.field_bits / 8;
+            const int8_t *value = storage.memory ? (const int8_t *)bytes : values;
+            if (!storage.memory) read_values(values, bytes, count, storage);
+            for (int i = 0; i < count; i++) level[i] = (float)((value[i] + half) >> bits) * factor;
+        }
+    }
+}
+
+/* ------------------------------------------------------------------------------------------------ conversions */
 
 /* Whole numbers held as floats, to int32 in their own place. */
 void gft_to_int(float *values, int64_t from, int64_t to) {
@@ -181,119 +189,6 @@ void gft_to_int(float *values, int64_t from, int64_t to) {
         memcpy(values + i, &whole, 4);
     }
 }
-
-/* ------------------------------------------------------------------------------------------------ products.votes_product */
-
-/* votes = g^T · x with g = grad_output, some four times as fast as in float32, by an instruction that adds four products of
- * bytes to a 32-bit sum: sum += x0 · g0 + x1 · g1 + x2 · g2 + x3 · g3. It takes x without a sign, so x + 128 stands for x
- * and a row's sums start at -128 times the sum of its g. On the way they may wrap round; in the end they are right.
- *
- * A tile of votes is summed in registers. For it g and x are packed: four tokens of a row or column side by side. */
-#if defined(__AVX512VNNI__)
-#define DOT(sums, x, grad) (Sums) _mm512_dpbusd_epi32((__m512i)(sums), (__m512i)(x), (__m512i)(grad))
-enum { VECTOR = 16, TILE_ROWS = 8 }; /* int32 sums in a vector; rows of a tile, all of whose sums fit into registers */
-#elif defined(__AVXVNNI__)
-#define DOT(sums, x, grad) (Sums) _mm256_dpbusd_avx_epi32((__m256i)(sums), (__m256i)(x), (__m256i)(grad))
-enum { VECTOR = 8, TILE_ROWS = 4 };
-#endif
-#if defined(DOT)
-typedef int32_t Sums __attribute__((vector_size(4 * VECTOR)));
-typedef int32_t Unaligned __attribute__((vector_size(4 * VECTOR), aligned(1), may_alias));
-enum { TILE_VECTORS = 3, TILE_COLUMNS = TILE_VECTORS * VECTOR, ROWS_AT_ONCE = 64, FOURS_AT_ONCE = 128 };
-
-/* Panels `from` to `to` of x (tokens, columns): packed[panel][four][column][token of the four]. */
-void gft_pack_x(const int8_t *x, uint8_t *packed, int64_t tokens, int64_t columns, int64_t from, int64_t to) {
-    int64_t fours = (tokens + 3) / 4;
-    for (int64_t panel = from; panel < to; panel++) {
-        const int8_t *source = x + panel * TILE_COLUMNS;
-        int count = at_most(columns - panel * TILE_COLUMNS, TILE_COLUMNS);
-        uint8_t *target = packed + panel * fours * TILE_COLUMNS * 4;
-        memset(target, 0, (size_t)fours * TILE_COLUMNS * 4);
-        for (int64_t t = 0; t < tokens; t++)
-            for (int c = 0; c < count; c++)
-                target[(t / 4 * TILE_COLUMNS + c) * 4 + t % 4] = (uint8_t)(source[t * columns + c] + 128);
-    }
-}
-
-/* Rows `row` to `row + count` of g^T, tokens from `first` on: packed[tile][four][row of the tile][token of the four];
- * what is missing is 0. `start` gets where each row's sums start. */
-static void pack_grad(int8_t *packed, int32_t *start, const int8_t *grad, int64_t tokens, int64_t rows, int64_t row,
-                       int count, int64_t first, int fours) {
-    memset(packed, 0, (size_t)fours * 4 * ROWS_AT_ONCE);
-    memset(start, 0, sizeof(int32_t) * ROWS_AT_ONCE);
-    for (int t = 0; t < fours * 4 && first + t < tokens; t++) {
-        const int8_t *source = grad + (first + t) * rows + row;
-        for (int r = 0; r < count; r++) {
-            packed[((r / TILE_ROWS * fours + t / 4) * TILE_ROWS + r % TILE_ROWS) * 4 + t % 4] = source[r];
-            start[r] -= 128 * source[r];
-        }
-    }
-}
-
-/* One tile of votes, `stride` int32 from row to row; `add`: to what is there. */
-static void tile_of_votes(int32_t *votes, int64_t stride, const int8_t *grad, const uint8_t *x, int fours,
-                          const int32_t *start, int add) {
-    Sums sums[TILE_ROWS][TILE_VECTORS];
-    for (int r = 0; r < TILE_ROWS; r++)
-        for (int v = 0; v < TILE_VECTORS; v++) {
-            sums[r][v] = (Sums){0} + start[r];
-            if (add) sums[r][v] += *(const Unaligned *)(votes + r * stride + v * VECTOR);
-        }
-    for (int f = 0; f < fours; f++) {
-        const uint8_t *columns = x + f * TILE_COLUMNS * 4;
-        for (int r = 0; r < TILE_ROWS; r++) {
-            int32_t four;
-            memcpy(&four, grad + (f * TILE_ROWS + r) * 4, 4);
-            for (int v = 0; v < TILE_VECTORS; v++)
-                sums[r][v] = DOT(sums[r][v], *(const Unaligned *)(columns + v * VECTOR * 4), (Sums){0} + four);
-        }
-    }
-    for (int r = 0; r < TILE_ROWS; r++)
-        for (int v = 0; v < TILE_VECTORS; v++) *(Unaligned *)(votes + r * stride + v * VECTOR) = sums[r][v];
-}
-
-/* A tile that may reach over the matrix' edge: `rows` and `columns` of it are inside. */
-static void tile_at_edge(int32_t *votes, int64_t stride, const int8_t *grad, const uint8_t *x, int fours,
-                         const int32_t *start, int add, int rows, int columns) {
-    if (rows == TILE_ROWS && columns == TILE_COLUMNS) {
-        tile_of_votes(votes, stride, grad, x, fours, start, add);
-        return;
-    }
-    int32_t whole[TILE_ROWS * TILE_COLUMNS];
-    tile_of_votes(whole, TILE_COLUMNS, grad, x, fours, start, 0);
-    for (int r = 0; r < rows; r++)
-        for (int c = 0; c < columns; c++)
-            votes[r * stride + c] = (add ? votes[r * stride + c] : 0) + whole[r * TILE_COLUMNS + c];
-}
-
-/* Rows `from` to `to` of votes (rows, columns) = g^T · x of g (tokens, rows) and packed x. */
-void gft_votes(const int8_t *grad, const uint8_t *packed_x, int32_t *votes, int64_t tokens, int64_t rows, int64_t columns,
-               int64_t from, int64_t to) {
-    int8_t packed_grad[ROWS_AT_ONCE * FOURS_AT_ONCE * 4]; /* with a panel of x it stays in the second-level cache */
-    int32_t start[ROWS_AT_ONCE];
-    int64_t all_fours = (tokens + 3) / 4;
-    for (int64_t row = from; row < to; row += ROWS_AT_ONCE) {
-        int some_rows = at_most(to - row, ROWS_AT_ONCE);
-        for (int64_t four = 0; four < all_fours; four += FOURS_AT_ONCE) {
-            int fours = at_most(all_fours - four, FOURS_AT_ONCE);
-            pack_grad(packed_grad, start, grad, tokens, rows, row, some_rows, four * 4, fours);
-            for (int64_t c = 0; c < columns; c += TILE_COLUMNS) {
-                const uint8_t *x = packed_x + (c * all_fours + four * TILE_COLUMNS) * 4;
-                for (int r = 0; r < some_rows; r += TILE_ROWS)
-                    tile_at_edge(votes + (row + r) * columns + c, columns, packed_grad + r * fours * 4, x, fours, start + r,
-                                 four > 0, at_most(some_rows - r, TILE_ROWS), at_most(columns - c, TILE_COLUMNS));
-            }
-        }
-    }
-}
-#else /* __init__.py then takes a float product */
-enum { TILE_COLUMNS = 0 };
-void gft_pack_x(void) {}
-void gft_votes(void) {}
-#endif
-
-/* How many columns a panel of packed x has; 0 without such an instruction. */
-int64_t gft_panel_columns(void) { return TILE_COLUMNS; }
 
 /* ------------------------------------------------------------------------------------------------ rounding.rounding_plan */
 
@@ -381,9 +276,15 @@ void gft_factors(const int64_t *row_sums, const int64_t *column_sums, int64_t ro
 /* ------------------------------------------------------------------------------------------------ rounding.round_weights */
 
 /* Moves, values and levels are small: with 16 bits a number a vector holds twice as many as with 32. */
-static inline int16_t clip(int16_t a, int16_t low, int16_t high) { return a < low ? low : a > high ? high : a; }
+static inline int16_t clip(int16_t a, int16_t low, int16_t high) {
+    a = a < low ? low : a;
+    return a > high ? high : a;
+}
 
-static inline int32_t between(int32_t a, int32_t low, int32_t high) { return a < low ? low : a > high ? high : a; }
+static inline int32_t between(int32_t a, int32_t low, int32_t high) {
+    a = a < low ? low : a;
+    return a > high ? high : a;
+}
 
 enum { FARTHEST = 512 }; /* stored values: no move needs to be larger to carry any of them across the whole grid */
 static const float LARGEST_INT32 = 2147483520.0f; /* that is a float */
@@ -393,7 +294,7 @@ static void rounded_moves(int16_t *move, const int32_t *narrow, const int64_t *b
                           float by_row, const float *by_column, float cap, int32_t dead_zone) {
     for (int i = 0; i < count; i++) {
         float share = (broad ? (float)broad[i] : (float)narrow[i]) * by_row * by_column[i];
-        int32_t whole = (int32_t)(share < -cap ? -cap : share > cap ? cap : share);
+        int32_t whole = (int32_t)within(share, cap);
         whole -= between(whole, -dead_zone, dead_zone);
         whole = (int32_t)((uint32_t)whole + noise[i]) >> 16;
         move[i] = (int16_t)between(whole, -FARTHEST, FARTHEST);
@@ -414,21 +315,21 @@ static void topk_moves(int16_t *move, const int32_t *narrow, const int64_t *broa
 }
 
 /* Levels follow their values at once. Returns how many changed. */
-static int move_values(int8_t *new, const int8_t *old, const int16_t *move, int count, Storage storage) {
-    int16_t half = (int16_t)((1 << storage.low_bits) / 2), changed = 0;
+static inline int move_values(int8_t *new, const int8_t *old, const int16_t *move, int count, Storage storage, int bits) {
+    int16_t half = (int16_t)((1 << bits) / 2), changed = 0;
     int16_t lowest = (int16_t)storage.lowest, limit = (int16_t)storage.limit;
     for (int i = 0; i < count; i++) {
         int16_t now = clip((int16_t)(old[i] - move[i]), lowest, limit);
-        changed += (int16_t)((now + half) >> storage.low_bits) != (int16_t)((old[i] + half) >> storage.low_bits);
+        changed += (int16_t)((now + half) >> bits) != (int16_t)((old[i] + half) >> bits);
         new[i] = (int8_t)now;
     }
     return changed;
 }
 
 /* Levels wait and follow by chance. Returns how many changed. */
-static int move_with_inertia(int8_t *new, const int8_t *old, const int16_t *move, const uint16_t *noise, int count,
-                             Storage storage, int16_t follow) {
-    int bits = storage.low_bits, shift = storage.low_bits - 1;
+static inline int move_with_inertia(int8_t *new, const int8_t *old, const int16_t *move, const uint16_t *noise, int count,
+                                    Storage storage, int16_t follow, int bits) {
+    int shift = bits - 1;
     int16_t half = (int16_t)((1 << bits) / 2), reach = (int16_t)(storage.largest * half), middle = half / 2, changed = 0;
     for (int i = 0; i < count; i++) {
         int16_t level = (int16_t)((int16_t)(old[i] + half) >> bits), centre = (int16_t)(level * half);
@@ -442,41 +343,18 @@ static int move_with_inertia(int8_t *new, const int8_t *old, const int16_t *move
     return changed;
 }
 
-/* Packed values, `width` bits each, to int8 and back. `width` is a constant where these are inlined, so they vectorise. The
- * last byte is read and written in full: `values` has room for it. */
-static inline void unpack(int8_t *values, const uint8_t *bytes, int count, int width, int lowest) {
-    int per_byte = 8 / width, mask = (1 << width) - 1;
-    for (int b = 0; b < (count + per_byte - 1) / per_byte; b++)
-        for (int place = 0; place < per_byte; place++)
-            values[b * per_byte + place] = (int8_t)(((bytes[b] >> (width * place)) & mask) + lowest);
-}
-
-static inline void pack(uint8_t *bytes, int8_t *values, int count, int width, int lowest) {
-    int per_byte = 8 / width;
-    for (int i = count; i % per_byte; i++) values[i] = (int8_t)lowest; /* a short last byte is filled with zero bits */
-    for (int b = 0; b < (count + per_byte - 1) / per_byte; b++) {
-        int byte = 0;
-        for (int place = 0; place < per_byte; place++) byte |= (values[b * per_byte + place] - lowest) << (width * place);
-        bytes[b] = (uint8_t)byte;
+/* Either, with `bits` for constant: by a shift that is known the compiler need not make the numbers wider. */
+static int moved_block(int8_t *new, const int8_t *old, const int16_t *move, const uint16_t *noise, int count, Storage storage,
+                       int follow) {
+#define MOVED(bits) \
+    case bits: \
+        return follow < 0 ? move_values(new, old, move, count, storage, bits) \
+                          : move_with_inertia(new, old, move, noise, count, storage, (int16_t)follow, bits);
+    switch (storage.low_bits) {
+        MOVED(1) MOVED(2) MOVED(3) MOVED(4) MOVED(5) MOVED(6)
+    default: return move_values(new, old, move, count, storage, 0);
     }
-}
-
-static void read_values(int8_t *values, const uint8_t *bytes, int count, Storage storage) {
-    switch (storage.memory ? 0 : storage.field_bits) {
-    case 2: unpack(values, bytes, count, 2, storage.lowest); break;
-    case 4: unpack(values, bytes, count, 4, storage.lowest); break;
-    case 8: unpack(values, bytes, count, 8, storage.lowest); break;
-    default: memcpy(values, bytes, (size_t)count);
-    }
-}
-
-static void write_values(uint8_t *bytes, int8_t *values, int count, Storage storage) {
-    switch (storage.memory ? 0 : storage.field_bits) {
-    case 2: pack(bytes, values, count, 2, storage.lowest); break;
-    case 4: pack(bytes, values, count, 4, storage.lowest); break;
-    case 8: pack(bytes, values, count, 8, storage.lowest); break;
-    default: memcpy(bytes, values, (size_t)count);
-    }
+#undef MOVED
 }
 
 /* Rows `from` to `to` of a stored matrix, in place, by rounding or else by topk; returns how many levels changed. */
@@ -488,7 +366,8 @@ static int64_t moved(uint8_t *stored, const void *votes, int wide, int64_t colum
     int64_t bytes_per_row = (columns * storage.field_bits + 7) / 8, flips = 0;
     float cap = rounding && rounding->cap < LARGEST_INT32 ? rounding->cap : LARGEST_INT32;
     int32_t dead_zone = rounding ? (int32_t)(cap * rounding->threshold_share) : 0;
-    int16_t follow = (int16_t)(rounding && cap > 0 ? rounding->follow : 0); /* at lr = 0 nothing follows */
+    int follow = -1; /* all do, at once */
+    if (rounding && storage.inertia) follow = cap > 0 ? rounding->follow : 0; /* at lr = 0 nothing follows */
     for (int64_t row = from; row < to; row++) {
         for (int64_t start = 0; start < columns; start += BLOCK) { /* BLOCK is a multiple of what a byte holds */
             int count = at_most(columns - start, BLOCK);
@@ -503,8 +382,7 @@ static int64_t moved(uint8_t *stored, const void *votes, int wide, int64_t colum
             else
                 topk_moves(move, narrow, broad, count, noise, topk, (int16_t)(1 << storage.low_bits));
             read_values(old, bytes, count, storage);
-            flips += rounding && storage.inertia ? move_with_inertia(new, old, move, noise, count, storage, follow)
-                                                 : move_values(new, old, move, count, storage);
+            flips += moved_block(new, old, move, noise, count, storage, follow);
             write_values(bytes, new, count, storage);
         }
     }

@@ -1,0 +1,197 @@
+/* products.votes_product: votes = g^T · x with g = grad_output, some four times as fast as in float32.
+ *
+ * An instruction adds products of bytes to 32-bit sums, of GROUP tokens at once. A tile of votes is summed in registers; for
+ * it g and x are packed, the tokens of a group of a row or column side by side. Sums may wrap round on the way; in the end
+ * they are right.
+ *
+ *     x86   VNNI   4 tokens of a column by those of a row. It takes x without a sign, so x + OFFSET stands for x and a
+ *                  row's sums start at -OFFSET times the sum of its g.
+ *     ARM   SDOT   4 tokens of four columns by those of a row
+ *           SMMLA  8 tokens of two columns by those of two rows
+ */
+#if defined(__AVX512VNNI__)
+#define VOTES_OF_BYTES
+#define DOT(sums, x, grad) (Sums) _mm512_dpbusd_epi32((__m512i)(sums), (__m512i)(x), (__m512i)(grad))
+enum { VECTOR = 16, TILE_VECTORS = 3, TILE_ROWS = 8, GROUP = 4, OFFSET = 128 }; /* int32 sums in a vector; all sums of a tile fit registers */
+#elif defined(__AVXVNNI__)
+#define VOTES_OF_BYTES
+#define DOT(sums, x, grad) (Sums) _mm256_dpbusd_avx_epi32((__m256i)(sums), (__m256i)(x), (__m256i)(grad))
+enum { VECTOR = 8, TILE_VECTORS = 3, TILE_ROWS = 4, GROUP = 4, OFFSET = 128 };
+#elif defined(__aarch64__) && defined(__ARM_FEATURE_MATMUL_INT8)
+#define VOTES_OF_BYTES
+enum { VECTOR = 4, TILE_VECTORS = 4, TILE_ROWS = 4, GROUP = 8, OFFSET = 0 };
+#elif defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
+#define VOTES_OF_BYTES
+enum { VECTOR = 4, TILE_VECTORS = 4, TILE_ROWS = 4, GROUP = 4, OFFSET = 0 };
+#endif
+
+#if defined(VOTES_OF_BYTES)
+enum { TILE_COLUMNS = TILE_VECTORS * VECTOR, ROWS_AT_ONCE = 64, GROUPS_AT_ONCE = 512 / GROUP };
+
+/* One group of tokens: packed[column][token], from `count` columns of each token of matrix (…, width). Of the tokens only
+ * `some` are there; the others are 0. */
+static inline void pack_group(uint8_t *packed, const int8_t *matrix, int64_t width, int some, int count, int offset) {
+    static const int8_t none[ROWS_AT_ONCE];
+    const int8_t *token[GROUP];
+    for (int k = 0; k < GROUP; k++) token[k] = k < some ? matrix + k * width : none;
+    for (int c = 0; c < count; c++)
+        for (int k = 0; k < GROUP; k++) packed[c * GROUP + k] = (uint8_t)(token[k][c] + offset);
+}
+
+/* Panels `from` to `to` of x (tokens, columns): packed[panel][group][column][token of the group]. */
+void gft_pack_x(const int8_t *x, uint8_t *packed, int64_t tokens, int64_t columns, int64_t from, int64_t to) {
+    int64_t groups = (tokens + GROUP - 1) / GROUP;
+    for (int64_t panel = from; panel < to; panel++) {
+        int count = at_most(columns - panel * TILE_COLUMNS, TILE_COLUMNS);
+        uint8_t *target = packed + panel * groups * TILE_COLUMNS * GROUP;
+        if (count < TILE_COLUMNS) memset(target, 0, (size_t)groups * TILE_COLUMNS * GROUP);
+        for (int64_t g = 0; g < groups; g++, target += TILE_COLUMNS * GROUP) {
+            const int8_t *source = x + g * GROUP * columns + panel * TILE_COLUMNS;
+            int some = at_most(tokens - g * GROUP, GROUP);
+            if (count == TILE_COLUMNS)
+                pack_group(target, source, columns, some, TILE_COLUMNS, OFFSET); /* a constant, for the compiler's sake */
+            else
+                pack_group(target, source, columns, some, count, OFFSET);
+        }
+    }
+}
+
+/* Rows `row` to `row + count` of g^T, tokens from `first` on: packed[tile][group][row of the tile][token of the group];
+ * what is missing is 0. `start` gets where each row's sums start. */
+static void pack_grad(int8_t *packed, int32_t *start, const int8_t *grad, int64_t tokens, int64_t rows, int64_t row,
+                      int count, int64_t first, int groups) {
+    uint8_t one_group[ROWS_AT_ONCE * GROUP] = {0};
+    memset(start, 0, sizeof(int32_t) * ROWS_AT_ONCE);
+    for (int g = 0; g < groups; g++) {
+        const int8_t *source = grad + (first + g * GROUP) * rows + row;
+        int some = at_most(tokens - first - g * GROUP, GROUP);
+        if (count == ROWS_AT_ONCE)
+            pack_group(one_group, source, rows, some, ROWS_AT_ONCE, 0);
+        else
+            pack_group(one_group, source, rows, some, count, 0);
+        for (int r = 0; r < count; r += TILE_ROWS)
+            memcpy(packed + (r * groups + g * TILE_ROWS) * GROUP, one_group + r * GROUP, TILE_ROWS * GROUP);
+        for (int k = 0; OFFSET > 0 && k < some; k++)
+            for (int r = 0; r < count; r++) start[r] -= OFFSET * source[k * rows + r];
+    }
+}
+
+#if defined(DOT)
+typedef int32_t Sums __attribute__((vector_size(4 * VECTOR)));
+typedef int32_t Unaligned __attribute__((vector_size(4 * VECTOR), aligned(1), may_alias));
+
+/* One tile of votes, `stride` int32 from row to row; `add`: to what is there. */
+static void tile_of_votes(int32_t *votes, int64_t stride, const int8_t *grad, const uint8_t *x, int groups,
+                          const int32_t *start, int add) {
+    Sums sums[TILE_ROWS][TILE_VECTORS];
+    for (int r = 0; r < TILE_ROWS; r++)
+        for (int v = 0; v < TILE_VECTORS; v++) {
+            sums[r][v] = (Sums){0} + start[r];
+            if (add) sums[r][v] += *(const Unaligned *)(votes + r * stride + v * VECTOR);
+        }
+    for (int g = 0; g < groups; g++) {
+        const uint8_t *columns = x + g * TILE_COLUMNS * GROUP;
+        for (int r = 0; r < TILE_ROWS; r++) {
+            int32_t four;
+            memcpy(&four, grad + (g * TILE_ROWS + r) * GROUP, GROUP);
+            for (int v = 0; v < TILE_VECTORS; v++)
+                sums[r][v] = DOT(sums[r][v], *(const Unaligned *)(columns + v * VECTOR * GROUP), (Sums){0} + four);
+        }
+    }
+    for (int r = 0; r < TILE_ROWS; r++)
+        for (int v = 0; v < TILE_VECTORS; v++) *(Unaligned *)(votes + r * stride + v * VECTOR) = sums[r][v];
+}
+#else
+static inline void write_sums(int32_t *votes, int32x4_t sums, int add) {
+    vst1q_s32(votes, add ? vaddq_s32(vld1q_s32(votes), sums) : sums);
+}
+
+/* One tile of votes, `stride` int32 from row to row; `add`: to what is there. */
+static void tile_of_votes(int32_t *votes, int64_t stride, const int8_t *grad, const uint8_t *x, int groups,
+                          const int32_t *start, int add) {
+    const int8_t *columns = (const int8_t *)x;
+    (void)start; /* 0 */
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+    int32x4_t sums[TILE_ROWS / 2][TILE_COLUMNS / 2]; /* two rows of two columns each */
+    for (int r = 0; r < TILE_ROWS / 2; r++)
+        for (int c = 0; c < TILE_COLUMNS / 2; c++) sums[r][c] = vdupq_n_s32(0);
+    for (int g = 0; g < groups; g++, grad += TILE_ROWS * GROUP, columns += TILE_COLUMNS * GROUP) {
+        int8x16_t rows[TILE_ROWS / 2];
+        for (int r = 0; r < TILE_ROWS / 2; r++) rows[r] = vld1q_s8(grad + 16 * r);
+        for (int c = 0; c < TILE_COLUMNS / 2; c++) {
+            int8x16_t two = vld1q_s8(columns + 16 * c);
+            for (int r = 0; r < TILE_ROWS / 2; r++) sums[r][c] = vmmlaq_s32(sums[r][c], rows[r], two);
+        }
+    }
+    for (int r = 0; r < TILE_ROWS / 2; r++)
+        for (int v = 0; v < TILE_VECTORS; v++) {
+            int64x2_t left = vreinterpretq_s64_s32(sums[r][2 * v]), right = vreinterpretq_s64_s32(sums[r][2 * v + 1]);
+            int32_t *first = votes + 2 * r * stride + v * VECTOR;
+            write_sums(first, vreinterpretq_s32_s64(vzip1q_s64(left, right)), add);
+            write_sums(first + stride, vreinterpretq_s32_s64(vzip2q_s64(left, right)), add);
+        }
+#else
+    int32x4_t sums[TILE_ROWS][TILE_VECTORS];
+    for (int r = 0; r < TILE_ROWS; r++)
+        for (int v = 0; v < TILE_VECTORS; v++) sums[r][v] = vdupq_n_s32(0);
+    for (int g = 0; g < groups; g++, grad += TILE_ROWS * GROUP, columns += TILE_COLUMNS * GROUP) {
+        int8x16_t rows = vld1q_s8(grad);
+        for (int v = 0; v < TILE_VECTORS; v++) {
+            int8x16_t four = vld1q_s8(columns + 16 * v);
+            sums[0][v] = vdotq_laneq_s32(sums[0][v], four, rows, 0);
+            sums[1][v] = vdotq_laneq_s32(sums[1][v], four, rows, 1);
+            sums[2][v] = vdotq_laneq_s32(sums[2][v], four, rows, 2);
+            sums[3][v] = vdotq_laneq_s32(sums[3][v], four, rows, 3);
+        }
+    }
+    for (int r = 0; r < TILE_ROWS; r++)
+        for (int v = 0; v < TILE_VECTORS; v++) write_sums(votes + r * stride + v * VECTOR, sums[r][v], add);
+#endif
+}
+#endif
+
+/* A tile that may reach over the matrix' edge: `rows` and `columns` of it are inside. */
+static void tile_at_edge(int32_t *votes, int64_t stride, const int8_t *grad, const uint8_t *x, int groups,
+                         const int32_t *start, int add, int rows, int columns) {
+    if (rows == TILE_ROWS && columns == TILE_COLUMNS) {
+        tile_of_votes(votes, stride, grad, x, groups, start, add);
+        return;
+    }
+    int32_t whole[TILE_ROWS * TILE_COLUMNS];
+    tile_of_votes(whole, TILE_COLUMNS, grad, x, groups, start, 0);
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < columns; c++) {
+            uint32_t before = add ? (uint32_t)votes[r * stride + c] : 0; /* that may wrap round */
+            votes[r * stride + c] = (int32_t)(before + (uint32_t)whole[r * TILE_COLUMNS + c]);
+        }
+}
+
+/* Rows `from` to `to` of votes (rows, columns) = g^T · x of g (tokens, rows) and packed x. */
+void gft_votes(const int8_t *grad, const uint8_t *packed_x, int32_t *votes, int64_t tokens, int64_t rows, int64_t columns,
+               int64_t from, int64_t to) {
+    int8_t packed_grad[ROWS_AT_ONCE * GROUPS_AT_ONCE * GROUP]; /* with a panel of x it stays in the second-level cache */
+    int32_t start[ROWS_AT_ONCE];
+    int64_t all_groups = (tokens + GROUP - 1) / GROUP;
+    for (int64_t row = from; row < to; row += ROWS_AT_ONCE) {
+        int some_rows = at_most(to - row, ROWS_AT_ONCE);
+        for (int64_t group = 0; group < all_groups; group += GROUPS_AT_ONCE) {
+            int groups = at_most(all_groups - group, GROUPS_AT_ONCE);
+            pack_grad(packed_grad, start, grad, tokens, rows, row, some_rows, group * GROUP, groups);
+            for (int64_t c = 0; c < columns; c += TILE_COLUMNS) {
+                const uint8_t *x = packed_x + (c * all_groups + group * TILE_COLUMNS) * GROUP;
+                for (int r = 0; r < some_rows; r += TILE_ROWS)
+                    tile_at_edge(votes + (row + r) * columns + c, columns, packed_grad + r * groups * GROUP, x, groups,
+                                 start + r, group > 0, at_most(some_rows - r, TILE_ROWS), at_most(columns - c, TILE_COLUMNS));
+            }
+        }
+    }
+}
+#else /* __init__.py then takes a float product */
+enum { TILE_COLUMNS = 0, GROUP = 0 };
+void gft_pack_x(void) {}
+void gft_votes(void) {}
+#endif
+
+/* How many columns a panel of packed x has, and how many tokens a group; 0 without such an instruction. */
+int64_t gft_panel_columns(void) { return TILE_COLUMNS; }
+int64_t gft_group_tokens(void) { return GROUP; }
