@@ -41,10 +41,11 @@ class Layer(Protocol):
     def product_dtype(self, x: Tensor) -> torch.dtype: ...
     def scaled_product(self, x: Tensor, gain: Tensor | None) -> Tensor: ...
     def factors(self, gain: Tensor | None) -> tuple[float, Tensor | None]: ...
+    def read_out(self, stored: Tensor, factors: Tensor | None, like: Tensor) -> Tensor: ...
     def grad_input(self, grad_output: Tensor, levels: Tensor, scale: float, x_shape: torch.Size) -> Tensor: ...
     def features_last(self, x: Tensor, features: int) -> Tensor: ...
     def sequence_length(self, x_shape: torch.Size, y_shape: torch.Size) -> int: ...
-    def vote_pieces(self, x: Tensor, x_shape: torch.Size, grad: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]: ...
+    def vote_pieces(self, x: Tensor, x_shape: torch.Size, grad: Tensor) -> Iterator[tuple[slice, Any, Tensor]]: ...
     def warn_untrained(self) -> None: ...
 
 
@@ -71,10 +72,10 @@ def backward(layer: Layer, grad_output: Tensor, saved: tuple[Tensor, Tensor, Ten
     for_votes = votes is not None and (gain is not None or (isinstance(votes.vote, Sign) and votes.vote.literal_mask))
     levels, (scale, factors) = None, layer.factors(gain)
     if wants_grad_input or for_votes:
-        levels = ops.float_levels(weight, layer.storage, layer.columns, grad_output.dtype, factors)
+        levels = layer.read_out(weight, factors, grad_output)
     if wants_grad_input:
         assert levels is not None
-        grad_input = layer.grad_input(grad_output, levels.view(layer.float_shape), scale, x_shape)
+        grad_input = layer.grad_input(grad_output, levels, scale, x_shape)
     if not for_votes:
         levels = None  # the votes need the room
     if votes is not None:
@@ -82,7 +83,7 @@ def backward(layer: Layer, grad_output: Tensor, saved: tuple[Tensor, Tensor, Ten
         q = _unpacked(kept, votes.vote.within(sequence), math.prod(x_shape) // layer.inputs, layer.inputs)
         along_levels = votes.cast(partial(layer.vote_pieces, q, x_shape), square if square.numel() else None,
                                   layer.features_last(grad_output, layer.rows), (layer.rows, layer.columns), sequence,
-                                  levels)
+                                  None if levels is None else levels.reshape(layer.rows, layer.columns))
         if gain is not None and along_levels is not None:
             # The levels have the gain in them, its derivative has not.
             grad_gain = (along_levels * scale / gain.float()).to(gain.dtype)
@@ -177,6 +178,12 @@ def convolve(x: Tensor, weight: Tensor,
     return (F.conv1d, F.conv2d, F.conv3d)[dims - 1](x, weight, None, stride, padding, dilation, groups)  # type: ignore[arg-type]
 
 
+def memory_format_of(images: Tensor) -> torch.memory_format:
+    """channels_last, or channels_last_3d, of what lies so and not otherwise."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(images.dim(), torch.contiguous_format)
+    return last if images.is_contiguous(memory_format=last) and not images.is_contiguous() else torch.contiguous_format
+
+
 @torch.library.custom_op("gft::product", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def _product_operator(x: Tensor, anchor: Tensor, weight: Tensor, gain: Tensor | None, handle: Tensor,
                       geometry: Sequence[int], vote: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -210,7 +217,8 @@ def _product_backward_operator(grad_output: Tensor, weight: Tensor, kept: Tensor
     grad_input, grad_gain = backward(_LAYERS[int(handle)], grad_output, (weight, kept, square), gain, torch.Size(x_shape),
                                      wants_grad_input)
     nothing = grad_output.new_empty(0, dtype=torch.float32)
-    return (grad_output.new_empty(0) if grad_input is None else grad_input.contiguous(),
+    return (grad_output.new_empty(0) if grad_input is None
+            else grad_input.contiguous(memory_format=memory_format_of(grad_output)),
             nothing.clone() if gain is None else torch.zeros_like(gain) if grad_gain is None else grad_gain, nothing)
 
 
@@ -218,7 +226,8 @@ def _product_backward_operator(grad_output: Tensor, weight: Tensor, kept: Tensor
 def _(grad_output: Tensor, weight: Tensor, kept: Tensor, square: Tensor, gain: Tensor | None, handle: Tensor,
       x_shape: Sequence[int], wants_grad_input: bool) -> tuple[Tensor, Tensor, Tensor]:
     nothing = grad_output.new_empty(0, dtype=torch.float32)
-    return (grad_output.new_empty(x_shape if wants_grad_input else (0,)),
+    grad_input = grad_output.new_empty(x_shape if wants_grad_input else (0,))
+    return (grad_input.contiguous(memory_format=memory_format_of(grad_output)) if wants_grad_input else grad_input,
             nothing.clone() if gain is None else torch.empty_like(gain), nothing)
 
 

@@ -165,7 +165,8 @@ class QuantLayer(nn.Module):
         """How many rows of the vote product make one sample."""
         raise NotImplementedError
 
-    def vote_pieces(self, x: Tensor, x_shape: torch.Size, grad: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    def vote_pieces(self, x: Tensor, x_shape: torch.Size,
+                    grad: Tensor) -> Iterator[tuple[slice, Tensor | ops.Unfolded, Tensor]]:
         """Quantized x (n, inputs) and grad_output (positions, out) -> the products whose sum is the votes (votes.Pieces)."""
         raise NotImplementedError
 
@@ -282,8 +283,11 @@ class QuantLayer(nn.Module):
 
     def _stored_product(self, x: Tensor, gain: Tensor | None) -> Tensor:
         scale, factors = self.factors(gain)
-        levels = ops.float_levels(self.qweight.detach(), self.storage, self.columns, x.dtype, factors)
-        return self.product(x, levels.view(self.float_shape), scale)
+        return self.product(x, self.read_out(self.qweight.detach(), factors, x), scale)
+
+    def read_out(self, stored: Tensor, factors: Tensor | None, like: Tensor) -> Tensor:
+        """factors · levels of the stored weight, in float_shape, for a product with a tensor like this one."""
+        return ops.float_levels(stored, self.storage, self.columns, like.dtype, factors).view(self.float_shape)
 
     def factors(self, gain: Tensor | None) -> tuple[float, Tensor | None]:
         """(number, factors): the float weight is number · (factors · levels). One scale is a number that products multiply

@@ -1,6 +1,7 @@
 """Every heavy computation, once: a torch definition, and where there is one a C or Triton twin with the same result.
 
     activations   quantize                                       x, grad_output -> int8
+    windows       patches, depthwise_votes                       int8 images -> what a kernel saw of them; their votes
     products      votes_product, sequence_votes                  int8 -> votes
                   along_levels, linear                           votes · levels; x, stored levels -> y
     levels        float_levels, pack_fields, unpack_fields       stored bytes -> numbers, and back
@@ -35,9 +36,11 @@ from gft.ops.rounding import (
     sums_of_squares,
 )
 from gft.ops.topk import TopKPlan, kth_largest, topk_plan, topk_plan_of_rows, topk_weights
+from gft.ops.windows import Unfolded, Window, depthwise_votes, patches
 
-__all__ = ["Operation", "Quantized", "Rounded", "RoundingJob", "RoundingPlan", "TopKPlan", "along_levels", "float_levels",
-           "grouped_votes_product", "kth_largest", "linear", "mean_square", "pack_fields", "quantize", "round_many",
-           "round_some_rows", "round_weights", "rounding_plan", "scaled_matmul", "sequence_votes",
-           "sequence_votes_and_counts", "sums_of_squares", "times_factors", "tokens_last", "topk_plan", "topk_plan_of_rows",
-           "topk_weights", "twins", "unpack_fields", "votes_product"]
+__all__ = ["Operation", "Quantized", "Rounded", "RoundingJob", "RoundingPlan", "TopKPlan", "Unfolded", "Window",
+           "along_levels", "depthwise_votes", "float_levels", "grouped_votes_product", "kth_largest", "linear",
+           "mean_square", "pack_fields", "patches", "quantize", "round_many", "round_some_rows", "round_weights",
+           "rounding_plan", "scaled_matmul", "sequence_votes", "sequence_votes_and_counts", "sums_of_squares",
+           "times_factors", "tokens_last", "topk_plan", "topk_plan_of_rows", "topk_weights", "twins", "unpack_fields",
+           "votes_product"]

@@ -13,11 +13,16 @@ def float_levels(stored: Tensor,  # (rows, bytes) uint8 or (rows, columns) int8
                  storage: Storage,
                  columns: int,
                  dtype: torch.dtype,
-                 factors: Tensor | None = None) -> Tensor:  # scalar, or (rows, groups) of equal length -> (rows, columns)
+                 factors: Tensor | None = None,  # scalar, or (rows, groups) of equal length
+                 places: int = 1) -> Tensor:  # (rows, columns)
     """The levels of a stored weight as numbers of `dtype`, which are exact in any float type; if given, times one factor for
-    all (a gain), or one for each group of columns of a row (its scales)."""
+    all (a gain), or one for each group of columns of a row (its scales).
+
+    Columns are (channels, places in a convolution's kernel). With `places` they come as (places, channels), the order of a
+    weight that is channels_last in memory."""
     levels = storage.levels(stored, columns)
-    return levels.to(dtype) if factors is None else times_factors(levels.float(), factors).to(dtype)
+    levels = levels.to(dtype) if factors is None else times_factors(levels.float(), factors).to(dtype)
+    return levels if places == 1 else levels.unflatten(1, (-1, places)).transpose(1, 2).flatten(1)
 
 
 def times_factors(levels: Tensor,  # (rows, columns) float32

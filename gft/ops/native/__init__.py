@@ -140,11 +140,11 @@ def quantize(values: Tensor, factors: Tensor | None, largest: int, key: NoiseKey
 
 
 def float_levels(stored: Tensor, storage: Storage, columns: int, dtype: torch.dtype,
-                 factors: Tensor | None = None) -> Tensor:
+                 factors: Tensor | None = None, places: int = 1) -> Tensor:
     """Read a weight with memory out as float32 (levels.float_levels)."""
     checks.check_stored(stored, storage, columns)
     checks.check_level_factors(factors, stored, columns)
-    if not storage.memory or dtype is not torch.float32:
+    if not storage.memory or dtype is not torch.float32 or places != 1:
         return NotImplemented
     stored, functions, c = stored.contiguous(), _functions(), c_storage(storage)
     levels = _scratch.borrow(stored.shape)
@@ -160,10 +160,10 @@ def float_levels(stored: Tensor, storage: Storage, columns: int, dtype: torch.dt
 # ---------------------------------------------------------------------------------------------------- products
 
 
-def votes_product(grad_output: Tensor, x: Tensor) -> Tensor:
-    """Multiply int8 matrices exactly (products.votes_product)."""
+def votes_product(grad_output: Tensor, x: Tensor, into: Tensor | None = None) -> Tensor:
+    """Multiply int8 matrices exactly (products.votes_product); what is added to others, the definition adds."""
     checks.check_pair(grad_output, x)
-    if not checks.are_int8(grad_output, x):
+    if not checks.are_int8(grad_output, x) or into is not None:
         return NotImplemented
     functions = _functions()
     panel = functions.gft_panel_columns()

@@ -4,9 +4,10 @@ Integer arithmetic throughout; the float products are followed by no addition, s
 
     activations      quantize                                   noise      Philox inside a kernel
     votes, decode    votes_product, sequence_votes; linear      constants  what a kernel must know of a storage
-    levels           float_levels, pack_fields, unpack_fields   alike      several weights in one launch
-    factors, update  sums_of_squares, rounding_plan; moving     overlap    kernels that begin before the last has ended
-    choice, along    kth_largest; along_levels                  grids      launches longer than a grid's second size
+    windows          patches, depthwise_votes                   alike      several weights in one launch
+    levels           float_levels, pack_fields, unpack_fields   overlap    kernels that begin before the last has ended
+    factors, update  sums_of_squares, rounding_plan; moving     grids      launches longer than a grid's second size
+    choice, along    kth_largest; along_levels
 """
 
 from collections.abc import Callable
@@ -19,11 +20,13 @@ from gft.ops.triton.decode import linear
 from gft.ops.triton.factors import rounding_plan, sums_of_squares
 from gft.ops.triton.levels import float_levels, pack_fields, unpack_fields
 from gft.ops.triton.update import round_many, round_weights, topk_weights
-from gft.ops.triton.votes import sequence_votes, votes_product
+from gft.ops.triton.votes import grouped_votes_product, sequence_votes, votes_product
+from gft.ops.triton.windows import depthwise_votes, patches
 
 
 def twins() -> dict[str, Callable[..., Any]]:
     """The operations that Triton does, by name."""
-    offered = (quantize, float_levels, pack_fields, unpack_fields, votes_product, sequence_votes, along_levels, linear,
-               kth_largest, sums_of_squares, rounding_plan, round_weights, topk_weights, round_many)
+    offered = (quantize, float_levels, pack_fields, unpack_fields, patches, votes_product, grouped_votes_product,
+               depthwise_votes, sequence_votes, along_levels, linear, kth_largest, sums_of_squares, rounding_plan,
+               round_weights, topk_weights, round_many)
     return {function.__name__: function for function in offered}

@@ -42,13 +42,45 @@ def _levels_kernel(stored, levels, factors, rows, columns, bytes_a_row, groups, 
     tl.store(levels + row[:, None] * columns + column[None, :], number.to(levels.dtype.element_ty), mask=live)
 
 
+@triton.jit
+def _placed_levels_kernel(stored, levels, factors, channels, bytes_a_row, groups, group, FACTORS: tl.constexpr,
+                          PACKED: tl.constexpr, WIDTH: tl.constexpr, LARGEST: tl.constexpr, MEMORY_BITS: tl.constexpr,
+                          SPARE_BITS: tl.constexpr, INERTIA: tl.constexpr, PLACES: tl.constexpr, UP_TO: tl.constexpr,
+                          CHANNELS: tl.constexpr):
+    """(channels, places) of a row -> (places, channels): reads what lies together, turns it round, writes likewise."""
+    row = tl.program_id(0).to(tl.int64)
+    channel, place = spread_block() * CHANNELS + tl.arange(0, CHANNELS), tl.arange(0, UP_TO)
+    live = (channel < channels)[:, None] & (place < PLACES)[None, :]
+    column = channel[:, None] * PLACES + place[None, :]
+    source = stored + row * bytes_a_row
+    if PACKED:
+        PER_BYTE: tl.constexpr = 8 // WIDTH
+        raw = tl.load(source + column // PER_BYTE, mask=live, other=0).to(tl.int32)
+        field = (raw >> (WIDTH * (column % PER_BYTE))) & ((1 << WIDTH) - 1)
+        level = (field >> SPARE_BITS) - LARGEST
+    else:
+        raw = tl.load(source + column, mask=live, other=0).to(tl.int32)
+        level = (raw + ((1 << MEMORY_BITS) >> 1)) >> MEMORY_BITS
+    number = level.to(tl.float32)
+    if FACTORS == 1:
+        number *= tl.load(factors).to(tl.float32)
+    elif FACTORS == 2:
+        number *= tl.load(factors + row * groups + column // group, mask=live, other=0.0).to(tl.float32)
+    target = levels + row * (channels * PLACES) + place[:, None] * channels + channel[None, :]
+    tl.store(target, tl.trans(number.to(levels.dtype.element_ty)), mask=tl.trans(live))
+
+
 def float_levels(stored: Tensor, storage: Storage, columns: int, dtype: torch.dtype,
-                 factors: Tensor | None = None) -> Tensor:
+                 factors: Tensor | None = None, places: int = 1) -> Tensor:
     """Read a stored weight out as floats, in one pass (levels.float_levels)."""
     checks.check_stored(stored, storage, columns)
     checks.check_level_factors(factors, stored, columns)
     if dtype not in checks.FLOATS:
         return NotImplemented
+    if places < 1 or columns % places:
+        raise UsageError(f"{columns} columns are not channels of {places} places each")
+    if places > 1:
+        return _placed(stored, columns, dtype, constants_of(storage), factors, places)
     return _unpacked(stored, columns, dtype, constants_of(storage), factors)
 
 
@@ -76,6 +108,22 @@ def _unpacked(stored: Tensor, columns: int, dtype: torch.dtype, constants: dict[
             _levels_kernel[(triton.cdiv(rows, ROWS), *spread(triton.cdiv(bytes_a_row, bytes_at_once)))](
                 stored, levels, factors, rows, columns, bytes_a_row, groups, columns // groups, FACTORS=dimensions,
                 **constants, ROWS=ROWS, BYTES=bytes_at_once)
+    return levels
+
+
+def _placed(stored: Tensor, columns: int, dtype: torch.dtype, constants: dict[str, int], factors: Tensor | None,
+            places: int) -> Tensor:
+    stored, (rows, bytes_a_row), channels = stored.contiguous(), stored.shape, columns // places
+    levels = torch.empty(rows, columns, dtype=dtype, device=stored.device)
+    if levels.numel():
+        factors = levels if factors is None else factors.contiguous()
+        dimensions = 0 if factors is levels else 1 if factors.dim() == 0 else 2
+        groups, up_to = factors.shape[1] if dimensions == 2 else 1, triton.next_power_of_2(places)
+        at_once = max(1, min(COLUMNS * ROWS // up_to, triton.next_power_of_2(channels)))
+        with torch.cuda.device_of(stored):
+            _placed_levels_kernel[(rows, *spread(triton.cdiv(channels, at_once)))](
+                stored, levels, factors, channels, bytes_a_row, groups, columns // groups, FACTORS=dimensions, **constants,
+                PLACES=places, UP_TO=up_to, CHANNELS=at_once)
     return levels
 
 

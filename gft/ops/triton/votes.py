@@ -10,9 +10,11 @@ from torch import Tensor
 
 from gft.errors import UsageError
 from gft.ops import checks
+from gft.ops.triton.grids import MOST
 
 PROGRAMS = 264  # fill a GPU, two a multiprocessor
 LEAST_TOKENS_A_SPLIT = 512  # that repay a program
+MOST_TOKENS_A_SPLIT = 1 << 16  # products of int8 whose sum int32 holds, with one step more
 
 
 class Cut(NamedTuple):
@@ -47,15 +49,20 @@ def _tile(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.co
 
 
 @triton.jit(do_not_specialize=["steps"])
-def _votes_kernel(grad_output, x, votes, rows, columns, tokens, steps,
-                  EVEN: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
-                  GROUP: tl.constexpr):
+def _votes_kernel(grad_output, x, votes, rows, columns, tokens, grad_stride, x_stride, steps,
+                  EVEN: tl.constexpr, SPLIT: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+                  TOKENS: tl.constexpr, GROUP: tl.constexpr):
     first_row, first_column = _tile(rows, columns, ROWS, COLUMNS, GROUP)
+    group = tl.program_id(2).to(tl.int64)  # of those that have rows and columns of their own
+    grad_output, x = grad_output + group * rows * grad_stride, x + group * columns * x_stride
+    votes += group * rows * columns
     row, column = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
     first, token = tl.program_id(1) * steps, tl.arange(0, TOKENS)
     # Rows beyond the edge read row 0 and are not written.
-    from_grad = grad_output + tl.where(row < rows, row, 0).to(tl.int64)[:, None] * tokens + (first * TOKENS + token)[None, :]
-    from_x = x + tl.where(column < columns, column, 0).to(tl.int64)[:, None] * tokens + (first * TOKENS + token)[None, :]
+    row_live, column_live = row < rows, column < columns
+    start = (first * TOKENS + token)[None, :]
+    from_grad = grad_output + tl.where(row_live, row, 0).to(tl.int64)[:, None] * grad_stride + start
+    from_x = x + tl.where(column_live, column, 0).to(tl.int64)[:, None] * x_stride + start
     total = tl.zeros((ROWS, COLUMNS), tl.int32)
     for one in range(first, tl.minimum(first + steps, tl.cdiv(tokens, TOKENS))):
         if EVEN:
@@ -68,37 +75,78 @@ def _votes_kernel(grad_output, x, votes, rows, columns, tokens, steps,
         from_x += TOKENS
     place = votes + first_row.to(tl.int64) * columns + first_column
     place = place + (tl.arange(0, ROWS)[:, None] * columns + tl.arange(0, COLUMNS)[None, :])
-    live = (row < rows)[:, None] & (column < columns)[None, :]
+    live = row_live[:, None] & column_live[None, :]
+    total = total.to(votes.dtype.element_ty)
     if SPLIT:
         # Integers: the same in any order. Said to be aligned to 4 bytes only, a thread has one column and not four side by
         # side: an atomic is of one number, and those of a warp then fill whole sectors.
         tl.atomic_add(tl.multiple_of(place, (4, 4)), total, mask=live, sem="relaxed")
     else:
+        if ADD:  # the tile is this program's alone
+            total += tl.load(place, mask=live, other=0)
         tl.store(place, total, mask=live)
 
 
-def votes_product(grad_output: Tensor, x: Tensor) -> Tensor:
+def features_first(q: Tensor) -> Tensor:  # (n, features) -> (features, n)
+    """With the tokens of a feature side by side: without a copy if `q` lies so, or is a part of what does."""
+    by_feature = q.t()
+    return by_feature if by_feature.stride(1) == 1 or by_feature.shape[1] == 1 else by_feature.contiguous()
+
+
+def votes_product(grad_output: Tensor, x: Tensor, into: Tensor | None = None) -> Tensor:
     """Multiply int8 matrices exactly on tensor cores (products.votes_product): fastest where both have their tokens side by
     side in memory."""
     checks.check_pair(grad_output, x)
+    shape = grad_output.shape[1], x.shape[1]
     if not checks.are_int8(grad_output, x):
         return NotImplemented
+    if into is not None:
+        checks.check_tensor("the votes to add to", into, shape, into.dtype, x.device)
+        if into.dtype not in checks.VOTES or not into.is_contiguous():
+            return NotImplemented
     if not grad_output.numel() or not x.numel():
-        return torch.zeros(grad_output.shape[1], x.shape[1], dtype=torch.int32, device=x.device)
-    grad_output, x = grad_output.t().contiguous(), x.t().contiguous()
-    (rows, tokens), columns = grad_output.shape, x.shape[0]
+        return torch.zeros(shape, dtype=torch.int32, device=x.device) if into is None else into
+    dtype = torch.int32 if into is None else into.dtype
+    return _product(features_first(grad_output), features_first(x), 1, dtype, into)
+
+
+def grouped_votes_product(grad_output: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply int8 matrices of several groups in one launch (products.grouped_votes_product)."""
+    if grad_output.dim() != 3 or x.dim() != 3 or x.shape[:2] != grad_output.shape[:2] or x.device != grad_output.device:
+        raise UsageError(f"groups of grad_output and x must be of the same tokens but have the shapes "
+                         f"{tuple(grad_output.shape)} on {grad_output.device} and {tuple(x.shape)} on {x.device}")
+    groups, rows, columns = len(x), grad_output.shape[2], x.shape[2]
+    if not checks.are_int8(grad_output, x) or dtype not in checks.VOTES or groups > MOST:
+        return NotImplemented
+    if not grad_output.numel() or not x.numel():
+        return torch.zeros(groups, rows, columns, dtype=dtype, device=x.device)
+
+    def all_rows(q: Tensor) -> Tensor:  # (groups, n, features) -> (groups · features, n)
+        by_feature = q.transpose(1, 2)
+        return features_first(by_feature.reshape(-1, by_feature.shape[2]).t())
+
+    return _product(all_rows(grad_output), all_rows(x), groups, dtype, None).view(groups, rows, columns)
+
+
+def _product(grad_output: Tensor, x: Tensor, groups: int, dtype: torch.dtype, into: Tensor | None) -> Tensor:
+    """(groups · rows, tokens), (groups · columns, tokens) -> (groups · rows, columns), added to `into` or new."""
+    tokens, rows, columns = grad_output.shape[1], len(grad_output) // groups, len(x) // groups
     cut = cut_for(rows, columns, tokens)
     tiles = triton.cdiv(rows, cut.rows) * triton.cdiv(columns, cut.columns)
     # Few tiles leave most of the GPU idle: share the tokens out, too.
-    splits = max(1, min(cut.programs // tiles, tokens // LEAST_TOKENS_A_SPLIT))
+    splits = max(1, min(cut.programs // (tiles * groups), tokens // LEAST_TOKENS_A_SPLIT))
+    if dtype is torch.int64:  # then an int32 might not hold the sum of all
+        splits = max(splits, triton.cdiv(tokens, MOST_TOKENS_A_SPLIT))
     steps = triton.cdiv(tokens, splits * cut.tokens)  # of a program's loop
     splits = triton.cdiv(tokens, steps * cut.tokens)
-    votes = (torch.zeros if splits > 1 else torch.empty)(rows, columns, dtype=torch.int32, device=x.device)
+    votes, empty = into, torch.zeros if splits > 1 else torch.empty
+    if votes is None:
+        votes = empty(groups * rows, columns, dtype=dtype, device=x.device)
     with torch.cuda.device_of(x):
-        _votes_kernel[(tiles, splits)](
-            grad_output, x, votes, rows, columns, tokens, steps, EVEN=tokens % cut.tokens == 0, SPLIT=splits > 1,
-            ROWS=cut.rows, COLUMNS=cut.columns, TOKENS=cut.tokens, GROUP=cut.group, num_warps=cut.warps,
-            num_stages=cut.stages)
+        _votes_kernel[(tiles, splits, groups)](
+            grad_output, x, votes, rows, columns, tokens, grad_output.stride(0), x.stride(0), steps,
+            EVEN=tokens % cut.tokens == 0, SPLIT=splits > 1, ADD=into is not None, ROWS=cut.rows, COLUMNS=cut.columns,
+            TOKENS=cut.tokens, GROUP=cut.group, num_warps=cut.warps, num_stages=cut.stages)
     return votes
 
 
