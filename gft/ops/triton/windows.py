@@ -43,51 +43,52 @@ def _corner(position, depth, height, width, depth_out, height_out, width_out, st
     return z, row, column, (plane * height + row) * width + column
 
 
-@triton.jit(do_not_specialize=[*SIZES, "channel_stride", "out_stride", "seen", "kernel_d", "kernel_h"])
-def _patches_kernel(images, out, channel_stride, out_stride, seen, positions, depth, height, width,
+@triton.jit
+def _between(number, end):
+    """0 <= number < end, in one comparison."""
+    return number.to(tl.uint32) < end.to(tl.uint32)
+
+
+@triton.jit(do_not_specialize=[*SIZES, "channel_stride", "out_stride", "kernel_d", "kernel_h"])
+def _patches_kernel(images, out, channel_stride, out_stride, positions, depth, height, width,
                     depth_out, height_out, width_out, stride_d, stride_h, stride_w, padding_d, padding_h, padding_w,
                     dilation_d, dilation_h, dilation_w, kernel_d, kernel_h,
                     KERNEL_W: tl.constexpr, WORDS: tl.constexpr, VOLUME: tl.constexpr, BLOCK: tl.constexpr):
     """All places of the kernel for a run of positions and one channel: where they are is found out once. With WORDS four
-    positions at a time, which lie in one row and are seen in one row."""
+    positions at a time, in images and patches whose rows are whole words: then all of a row's words are shifted alike."""
     AT_ONCE: tl.constexpr = 4 if WORDS else 1
     channel = tl.program_id(0).to(tl.int64)
     unit = spread_block() * BLOCK + tl.arange(0, BLOCK)
     inside = unit < out_stride // AT_ONCE
     images += channel * channel_stride
     target = out + channel * (kernel_d * kernel_h * KERNEL_W) * out_stride
+    padding = padding_w
     if WORDS:
         images = images.to(tl.pointer_type(tl.uint32), bitcast=True)
         target = target.to(tl.pointer_type(tl.uint32), bitcast=True)
+        width, width_out, padding = width // 4, width_out // 4, 0  # columns are counted in words, from the position's own on
     target += unit
-    position = unit * AT_ONCE
-    z, row, column, at = _corner(position, depth, height, width, depth_out, height_out, width_out, stride_d, stride_h,
-                                 stride_w, padding_d, padding_h, padding_w, VOLUME)
-    live = position < positions
+    z, row, column, at = _corner(unit, depth, height, width, depth_out, height_out, width_out, stride_d, stride_h, stride_w,
+                                 padding_d, padding_h, padding, VOLUME)
+    source, live = images + at, unit < positions // AT_ONCE
     for i in range(kernel_d):
         for j in range(kernel_h):
             deep, down = i * dilation_d, j * dilation_h
             further = (deep * height + down) * width
-            ok = live & (row + down >= 0) & (row + down < height)
+            ok = live & _between(row + down, height)
             if VOLUME:
-                ok &= (z + deep >= 0) & (z + deep < depth)
+                ok &= _between(z + deep, depth)
             for k in tl.static_range(KERNEL_W):
-                here, there = column + k * dilation_w, at + (further + k * dilation_w)
+                right = k * dilation_w
                 if WORDS:
                     # No load may begin inside a word: of two words the bytes between.
-                    first, shift = there >> 2, (there & 3) * 8
-                    low = tl.load(images + first, mask=ok & (first >= 0) & (first < seen // 4), other=0)
-                    more = ok & (shift > 0) & (first >= -1) & (first + 1 < seen // 4)
-                    high = tl.load(images + first + 1, mask=more, other=0)
-                    four = ((high.to(tl.uint64) << 32) | low.to(tl.uint64)) >> shift.to(tl.uint64)
-                    # Bytes before the row's first and behind its last are 0.
-                    before = tl.minimum(tl.maximum(-here, 0), 4) * 8
-                    behind = tl.minimum(tl.maximum(here + 4 - width, 0), 4) * 8
-                    ones = tl.full((BLOCK,), 0xFFFFFFFF, tl.uint64)
-                    four &= (ones << before.to(tl.uint64)) & (ones >> behind.to(tl.uint64))
-                    tl.store(target, four.to(tl.uint32), mask=inside)
+                    words, bits = (right - padding_w) >> 2, (((right - padding_w) & 3) * 8).to(tl.uint32)
+                    low = tl.load(source + (further + words), mask=ok & _between(column + words, width), other=0)
+                    more = ok & _between(column + (words + 1), tl.where(bits > 0, width, 0))
+                    high = tl.load(source + (further + words) + 1, mask=more, other=0)
+                    tl.store(target, (low >> bits) | ((high << (31 - bits)) << 1), mask=inside)
                 else:
-                    one = tl.load(images + there, mask=ok & (here >= 0) & (here < width), other=0)
+                    one = tl.load(source + (further + right), mask=ok & _between(column + right, width), other=0)
                     tl.store(target, one, mask=inside)
                 target += out_stride // AT_ONCE
 
@@ -120,14 +121,13 @@ def patches(images: Tensor, window: Window) -> Tensor:
     if not checks.are_int8(images) or not positions or not columns or max(positions, len(images)) >= MOST_POSITIONS:
         return NotImplemented
     window, by_channel = window.in_three_dimensions(), features_first(images)
-    channels, seen = by_channel.shape
     stride = triton.cdiv(positions, ALIGNED) * ALIGNED  # so that each begins where a wide load can
     out = torch.empty(columns, stride, dtype=torch.int8, device=images.device)
-    words = (window.stride[2] == 1 and window.positions[2] % 4 == 0 and seen % 4 == 0 and by_channel.stride(0) % 4 == 0
-             and by_channel.data_ptr() % 4 == 0)
+    words = window.stride[2] == 1 and all(number % 4 == 0 for number in (
+        window.sizes[2], window.positions[2], by_channel.stride(0), by_channel.data_ptr()))
     with torch.cuda.device_of(images):
-        _patches_kernel[(channels, *spread(triton.cdiv(stride // (4 if words else 1), BLOCK)))](
-            by_channel, out, by_channel.stride(0), stride, seen, positions, **_arguments(window), WORDS=words, BLOCK=BLOCK,
+        _patches_kernel[(len(by_channel), *spread(triton.cdiv(stride // (4 if words else 1), BLOCK)))](
+            by_channel, out, by_channel.stride(0), stride, positions, **_arguments(window), WORDS=words, BLOCK=BLOCK,
             num_warps=WARPS)
     return out[:, :positions].t()
 
@@ -147,17 +147,18 @@ def _depthwise_kernel(single, images, votes, single_stride, channel_stride, rows
     grad = tl.load(single + position, mask=live, other=0).to(tl.int32)
     z, row, column, at = _corner(position, depth, height, width, depth_out, height_out, width_out, stride_d, stride_h,
                                  stride_w, padding_d, padding_h, padding_w, VOLUME)
+    source = images + at
     for i in range(kernel_d):
         for j in range(kernel_h):
             deep, down = i * dilation_d, j * dilation_h
             further = (deep * height + down) * width
-            ok = live & (row + down >= 0) & (row + down < height)
+            ok = live & _between(row + down, height)
             if VOLUME:
-                ok &= (z + deep >= 0) & (z + deep < depth)
+                ok &= _between(z + deep, depth)
             for k in tl.static_range(KERNEL_W):
                 right = k * dilation_w
-                there, live_here = at + (further + right), ok & (column + right >= 0) & (column + right < width)
-                product = grad * tl.load(images + there, mask=live_here, other=0).to(tl.int32)
+                seen = tl.load(source + (further + right), mask=ok & _between(column + right, width), other=0)
+                product = grad * seen.to(tl.int32)
                 tl.atomic_add(votes, tl.sum(product).to(votes.dtype.element_ty), sem="relaxed")
                 votes += 1
 
