@@ -45,13 +45,14 @@ class Layer(Protocol):
     def product_dtype(self, x: Tensor) -> torch.dtype: ...
     def check_input(self, x: Tensor) -> None: ...
     def product(self, x: Tensor, weight: Tensor) -> Tensor: ...
-    def stored_product(self, x: Tensor, scaling: ops.Scaling) -> Tensor: ...
-    def scaling(self, log_gain: Tensor | None) -> ops.Scaling: ...
+    def stored_product(self, x: Tensor, log_gain: Tensor | None) -> Tensor: ...
+    def to_read(self, stored: Tensor, log_gain: Tensor | None, like: Tensor) -> ops.StoredWeight: ...
+    def shaped(self, weight: Tensor, like: Tensor) -> Tensor: ...
     def gain_slope(self) -> float: ...
     def grad_input(self, grad_output: Tensor, weight: Tensor, x_shape: torch.Size) -> Tensor: ...
     def features_last(self, x: Tensor, features: int) -> Tensor: ...
     def sequence_length(self, x_shape: torch.Size) -> int: ...
-    def vote_pieces(self, x: Tensor, x_shape: torch.Size, grad: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]: ...
+    def vote_pieces(self, x: Tensor, x_shape: torch.Size, grad: Tensor) -> Iterator[tuple[slice, Any, Tensor]]: ...
     def warn_untrained(self) -> None: ...
 
 
@@ -61,13 +62,13 @@ def forward(layer: Layer, x: Tensor, log_gain: Tensor | None) -> tuple[Tensor, T
     dtype, votes = layer.product_dtype(x), layer.casts
     x = x if x.dtype is dtype else x.to(dtype)  # once, for the product and for the votes
     if votes is None or not x.numel():
-        return layer.stored_product(x, layer.scaling(log_gain)), None, None
+        return layer.stored_product(x, log_gain), None, None
     layer.check_input(x)
     sequence = layer.sequence_length(x.shape)
-    stored = ops.StoredWeight(layer.qweight.detach(), layer.storage, layer.columns, dtype, layer.scaling(log_gain))
-    weight, quantized = votes.quantize_x(layer.features_last(x, layer.inputs), sequence, layer.training, stored)
+    weight, quantized = votes.quantize_x(layer.features_last(x, layer.inputs), sequence, layer.training,
+                                         layer.to_read(layer.qweight.detach(), log_gain, x))
     assert weight is not None
-    return layer.product(x, weight), _packed(quantized.q, votes.vote.within(sequence)), quantized.squares
+    return layer.product(x, layer.shaped(weight, x)), _packed(quantized.q, votes.vote.within(sequence)), quantized.squares
 
 
 def backward(layer: Layer, grad_output: Tensor, saved: tuple[Tensor, Tensor | None, Tensor | None], log_gain: Tensor | None,
@@ -76,18 +77,22 @@ def backward(layer: Layer, grad_output: Tensor, saved: tuple[Tensor, Tensor | No
     stored, kept, squares = saved
     votes = None if kept is None else layer.votes
     asks = votes is not None and (log_gain is not None or votes.reads_weight)
-    read = ops.StoredWeight(stored, layer.storage, layer.columns, grad_output.dtype, layer.scaling(log_gain))
+    read = layer.to_read(stored, log_gain, grad_output)
     if votes is None or kept is None:
         if layer.casts is not None and not x_shape.numel():
             layer.casts.abstain((layer.rows, layer.columns), grad_output.device)
         elif layer.training and layer.votes is None and not layer.frozen:
             layer.warn_untrained()
-        return layer.grad_input(grad_output, ops.float_levels(*read), x_shape) if wants_grad_input else None, None
+        weight = layer.shaped(ops.float_levels(*read), grad_output) if wants_grad_input else None
+        return None if weight is None else layer.grad_input(grad_output, weight, x_shape), None
     sequence = layer.sequence_length(x_shape)
     weight, quantized = votes.quantize_grad(layer.features_last(grad_output, layer.rows), sequence,
                                             read if wants_grad_input or asks else None)
+    weight = None if weight is None else layer.shaped(weight, grad_output)
     grad_input = layer.grad_input(grad_output, weight, x_shape) if wants_grad_input and weight is not None else None
-    along = Along(weight, layer.gain_slope() if log_gain is not None else 1.0) if asks else None
+    along = None
+    if asks and weight is not None:
+        along = Along(weight.reshape(layer.rows, layer.columns), 1.0 if log_gain is None else layer.gain_slope())
     weight = None  # the votes need the room
     q = _unpacked(kept, votes.vote.within(sequence), x_shape.numel() // layer.inputs, layer.inputs)
     grad_gain = votes.cast(partial(layer.vote_pieces, q, x_shape), Quantized(q, squares), quantized,
@@ -197,6 +202,12 @@ def convolve(x: Tensor, weight: Tensor,
     return (F.conv1d, F.conv2d, F.conv3d)[dims - 1](x, weight, None, stride, padding, dilation, groups)  # type: ignore[arg-type]
 
 
+def memory_format_of(images: Tensor) -> torch.memory_format:
+    """channels_last, or channels_last_3d, of what lies so and not otherwise."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(images.dim(), torch.contiguous_format)
+    return last if images.is_contiguous(memory_format=last) and not images.is_contiguous() else torch.contiguous_format
+
+
 @torch.library.custom_op("gft::product", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def _product_operator(x: Tensor, anchor: Tensor, stored: Tensor, log_gain: Tensor | None, handle: Tensor,
                       geometry: Sequence[int], vote: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -234,16 +245,19 @@ def _product_backward_operator(grad_output: Tensor, stored: Tensor, kept: Tensor
                                      wants_grad_input)
     if grad_gain is None:
         grad_gain = grad_output.new_empty(0, dtype=torch.float32) if log_gain is None else torch.zeros_like(log_gain)
-    return (grad_output.new_empty(0) if grad_input is None else grad_input.contiguous(), grad_gain,
-            grad_output.new_empty(0, dtype=torch.float32))
+    grad_input = (grad_output.new_empty(0) if grad_input is None
+                  else grad_input.contiguous(memory_format=memory_format_of(grad_output)))
+    return grad_input, grad_gain, grad_output.new_empty(0, dtype=torch.float32)
 
 
 @_product_backward_operator.register_fake
 def _(grad_output: Tensor, stored: Tensor, kept: Tensor, squares: Tensor, log_gain: Tensor | None, handle: Tensor,
       x_shape: Sequence[int], wants_grad_input: bool) -> tuple[Tensor, Tensor, Tensor]:
     nothing = grad_output.new_empty(0, dtype=torch.float32)
-    return (grad_output.new_empty(x_shape if wants_grad_input else (0,)),
-            nothing.clone() if log_gain is None else torch.empty_like(log_gain), nothing)
+    grad_input = grad_output.new_empty(x_shape if wants_grad_input else (0,))
+    if wants_grad_input:
+        grad_input = grad_input.contiguous(memory_format=memory_format_of(grad_output))
+    return grad_input, nothing.clone() if log_gain is None else torch.empty_like(log_gain), nothing
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

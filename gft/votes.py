@@ -110,26 +110,26 @@ def fixed_point_factors(vote: Vote, rms: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------------------------- counting
 
 
-def count_votes(x: Tensor,  # (n, in) int8
+def count_votes(x: Tensor | ops.Unfolded,  # (n, in) int8
                 grad_output: Tensor,  # (n, out) int8
                 largest: int,
+                into: Tensor | None = None,
                 means: Sequence[ops.MeanSquare] = ()) -> Tensor:  # (out, in) int32, or int64 where int32 could overflow
-    """grad_output^T · x, exact for any number of tokens. Of groups, (groups, n, …): all of them, one above the other. Mean
-    squares of both are taken in passing."""
-    tokens = x.shape[-2]
-    at_once = (2**31 - 1) // largest**2 // 8 * 8
-    dtype = torch.int64 if tokens * largest**2 >= INT32_BOUND else torch.int32
-    if tokens <= at_once and x.dim() == 2 and dtype is torch.int32:
-        return ops.votes_product(grad_output, x, means)
+    """grad_output^T · x, exact for any number of tokens; if given, added to `into`, whose type must hold the sum. Of groups,
+    (groups, n, …): all of them, one above the other. Mean squares are taken in passing."""
+    dtype = torch.int64 if grad_output.shape[-2] * largest**2 >= INT32_BOUND else torch.int32
+    if isinstance(x, Tensor) and x.dim() == 2:
+        if into is None and dtype is torch.int64:
+            into = x.new_zeros(grad_output.shape[1], x.shape[1], dtype=dtype)
+        return ops.votes_product(grad_output, x, into, means)
     for one in means:
         ops.take_mean(*one)
-    if x.dim() == 3:
-        return ops.grouped_votes_product(grad_output, x, dtype).flatten(0, 1)
-    votes: Tensor | None = None
-    for start in range(0, tokens, at_once):
-        part = ops.votes_product(grad_output[start : start + at_once], x[start : start + at_once]).to(dtype)
-        votes = part if votes is None else votes.add_(part)
-    return x.new_zeros(grad_output.shape[1], x.shape[1], dtype=dtype) if votes is None else votes
+    if isinstance(x, ops.Unfolded):
+        if into is None:
+            into = grad_output.new_zeros(grad_output.shape[1], x.window.places, dtype=dtype)
+        return ops.depthwise_votes(grad_output, x.images, x.window, into)
+    votes = ops.grouped_votes_product(grad_output, x, dtype).flatten(0, 1)
+    return votes if into is None else into.add_(votes)
 
 
 def apply_literal_mask(votes: Tensor,  # (out, in): sum of s = q(grad_output) q(x)
@@ -146,7 +146,8 @@ def apply_literal_mask(votes: Tensor,  # (out, in): sum of s = q(grad_output) q(
 
 # Quantized grad_output (n, out) -> (rows of the weight, x (n, in) int8, grad_output (n, those rows) int8), piece by piece.
 # Or for groups of rows, each with an x of its own: (all rows, x (groups, n, in), grad_output (groups, n, rows of a group)).
-Pieces = Callable[[Tensor], Iterable[tuple[slice, Tensor, Tensor]]]
+# Or where each of many groups is one channel: (all rows, images and how the kernel moves over them, grad_output (n, out)).
+Pieces = Callable[[Tensor], Iterable[tuple[slice, Tensor | ops.Unfolded, Tensor]]]
 
 
 class Along(NamedTuple):
@@ -272,9 +273,14 @@ class VoteAccumulator:
         if total is not None and wide:
             total = total.to(torch.int64)
         projection = None
+        adds_up = along is None and not self._one_vote_a_sequence(sequence)  # no piece's votes need be known by themselves
         for rows, x_piece, grad_piece in pieces(q):
             if not rows.start:  # once, however many groups of rows there are
-                self.samples += x_piece.shape[-2] // (sequence if self._one_vote_a_sequence(sequence) else 1)
+                self.samples += grad_piece.shape[-2] // (sequence if self._one_vote_a_sequence(sequence) else 1)
+            if total is not None and adds_up:
+                count_votes(x_piece, grad_piece, self.vote.largest, total[rows], waiting)
+                waiting = []
+                continue
             votes, counts = self._count(x_piece, grad_piece, sequence, waiting)
             waiting = []
             if counts is not None and along is not None and along.weight is not None:
@@ -294,7 +300,7 @@ class VoteAccumulator:
             self._share_out(total, tokens)
         return projection
 
-    def _along(self, votes: Tensor, rows: slice, along: Along, grad_factors: Tensor, x_piece: Tensor,
+    def _along(self, votes: Tensor, rows: slice, along: Along, grad_factors: Tensor, x_piece: Tensor | ops.Unfolded,
                shape: tuple[int, int]) -> Tensor:
         """What `along` asks for of some rows' votes."""
         of_rows, of_columns, weight = grad_factors, self._factors_of("x_rms", self.vote), along.weight
@@ -304,7 +310,7 @@ class VoteAccumulator:
             of_rows, of_columns = of_columns, of_rows
         if votes.shape == shape == (len(of_rows), len(of_columns)):  # a linear layer
             return ops.along_levels(votes, weight, of_rows, of_columns, along.slope)
-        groups = len(x_piece) if x_piece.dim() == 3 else 1
+        groups = x_piece.groups if isinstance(x_piece, ops.Unfolded) else len(x_piece) if x_piece.dim() == 3 else 1
         first, size, parts = rows.start or 0, len(votes) // groups, []
         for group in range(groups):
             of_group, here = slice(first + group * size, first + (group + 1) * size), slice(group * size, None)
@@ -342,13 +348,17 @@ class VoteAccumulator:
         """Do votes depend on the weight they are cast on?"""
         return isinstance(self.vote, Sign) and self.vote.literal_mask
 
-    def _count(self, x: Tensor, grad_output: Tensor, sequence: int,
+    def _count(self, x: Tensor | ops.Unfolded, grad_output: Tensor, sequence: int,
                means: Sequence[ops.MeanSquare]) -> tuple[Tensor, Tensor | None]:
         """Votes, and for the literal mask how many of them there were. Mean squares are taken in passing, where they can."""
         if not isinstance(self.vote, Sign):
-            return count_votes(x, grad_output, self.vote.largest, means), None
+            return count_votes(x, grad_output, self.vote.largest, None, means), None
         for one in means:
             ops.take_mean(*one)
+        if isinstance(x, ops.Unfolded):
+            if self.vote.per == "token" and not self.vote.literal_mask:
+                return count_votes(x, grad_output, self.vote.largest), None
+            x, grad_output = x.by_group(grad_output)
         if x.dim() == 3 and (self.vote.per == "sequence" or self.vote.literal_mask):
             parts = [self._count(one_x, one_grad, sequence, ()) for one_x, one_grad in zip(x, grad_output, strict=True)]
             counts = [count for _, count in parts if count is not None]

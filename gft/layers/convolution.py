@@ -3,12 +3,11 @@
     votes of a convolution             q(grad_output)^T · patches(q(x))        (out, in · kernel)
     votes of a transposed convolution  q(x)^T · patches(q(grad_output))        (in, out · kernel)
 
-A patch is what one position looked at. Patches are slices of the padded integers, one for each place in the kernel.
+A patch is what one position looked at (ops/windows.py).
 """
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import product as every
 from typing import Any, ClassVar
 
 import torch
@@ -17,9 +16,10 @@ from torch import Tensor, nn
 from torch.nn.grad import conv1d_input, conv2d_input, conv3d_input
 from torch.nn.utils import skip_init
 
+from gft import ops
 from gft.errors import UsageError, UsageTypeError
 from gft.layers.layer import QuantLayer, give_back, take_over
-from gft.product import convolve
+from gft.product import convolve, memory_format_of
 from gft.storage import Storage
 
 
@@ -29,7 +29,8 @@ class QuantConvolution(QuantLayer):
     float_type: ClassVar[type[Any]]  # the layer of torch that it stands for
     dims: ClassVar[int]  # along how many dimensions the kernel moves
 
-    # Patches repeat each input kernel-size times; this many elements of them at once bound the scratch.
+    # Patches repeat each input kernel-size times; this many elements of them at once bound the scratch. And so many bytes
+    # stay in the cache of a large GPU until they are multiplied.
     UNFOLDED_AT_ONCE = 1 << 25
     GROUPS_TOGETHER = 8  # so many groups or more (depthwise) are one batched product, fewer a product each
 
@@ -87,6 +88,17 @@ class QuantConvolution(QuantLayer):
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
         return convolve(x, weight.view(self.float_shape), self.geometry)
 
+    def to_read(self, stored: Tensor, log_gain: Tensor | None, like: Tensor) -> ops.StoredWeight:
+        # In x's order: torch would else turn the weight round, or not see that grad_output is channels_last.
+        places = 1 if memory_format_of(like) is torch.contiguous_format else math.prod(self.kernel_size)
+        return super().to_read(stored, log_gain, like)._replace(places=places)
+
+    def shaped(self, weight: Tensor, like: Tensor) -> Tensor:
+        if memory_format_of(like) is torch.contiguous_format:
+            return weight.view(self.float_shape)
+        rows, channels, *kernel = self.float_shape
+        return weight.view(rows, *kernel, channels).movedim(-1, 1)
+
     def _positions_out(self, sizes: Sequence[int]) -> list[int]:
         """Sizes of x -> sizes of y, along the dimensions that the kernel moves."""
         raise NotImplementedError
@@ -94,35 +106,34 @@ class QuantConvolution(QuantLayer):
     def features_last(self, x: Tensor, features: int) -> Tensor:
         return x.movedim(-self.dims - 1, -1).reshape(-1, x.shape[-self.dims - 1])
 
-    def vote_pieces(self, x: Tensor, x_shape: torch.Size, grad: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        of_x = list(x_shape[-self.dims :])
-        of_y = self._positions_out(of_x)
-        # What patches are taken of, what meets them position by position, and the sizes of both.
-        patched, single, sizes, positions = (grad, x, of_y, of_x) if self.transposed else (x, grad, of_x, of_y)
-        images, in_image = patched.reshape(-1, *sizes, patched.shape[1]), math.prod(positions)
-        at_once = max(1, self.UNFOLDED_AT_ONCE // (self.columns * self.groups * in_image))
-        columns, rows = self.columns, self.rows // self.groups
-        for some, some_single in zip(images.split(at_once), single.split(at_once * in_image), strict=True):
-            patches = self._patches(some, positions)
-            if self.groups >= self.GROUPS_TOGETHER:
+    def _window(self, x_shape: torch.Size) -> ops.Window:
+        """How the kernel moves over what patches are taken of: x, or grad_output of a transposed convolution."""
+        of_x = tuple(x_shape[-self.dims :])
+        of_y = tuple(self._positions_out(of_x))
+        sizes, positions = (of_y, of_x) if self.transposed else (of_x, of_y)
+        return ops.Window(sizes, positions, tuple(self.kernel_size), tuple(self.stride), tuple(self.padding),
+                          tuple(self.dilation))
+
+    def vote_pieces(self, x: Tensor, x_shape: torch.Size,
+                    grad: Tensor) -> Iterator[tuple[slice, Tensor | ops.Unfolded, Tensor]]:
+        window, columns, rows = self._window(x_shape), self.columns, self.rows // self.groups
+        # What patches are taken of, and what meets them position by position.
+        images, single = (grad, x) if self.transposed else (x, grad)
+        together = self.groups >= self.GROUPS_TOGETHER
+        depthwise, itself = together and columns == window.places, window.sees_one_place
+        most = max(len(images) * images.shape[1] * window.places, 1) if itself else self.UNFOLDED_AT_ONCE
+        for some, some_single in window.split(images, single, most * (window.places if depthwise else 1)):
+            if depthwise:
+                yield slice(None), ops.Unfolded(some, window), some_single
+                continue
+            patches = some if itself else ops.patches(some, window)
+            if together:
                 yield (slice(None), patches.unflatten(1, (self.groups, columns)).transpose(0, 1),
                        some_single.unflatten(1, (self.groups, rows)).transpose(0, 1))
                 continue
             for group in range(self.groups):
                 of_group = slice(group * rows, (group + 1) * rows)
                 yield of_group, patches[:, group * columns : (group + 1) * columns], some_single[:, of_group]
-
-    def _patches(self, images: Tensor, positions: Sequence[int]) -> Tensor:
-        """(n, …, channels) int8 -> (n · positions, channels · kernel) int8: what each position looked at."""
-        channels = images.shape[-1]
-        if any(self.padding):
-            images = F.pad(images, (0, 0, *(pad for one in reversed(self.padding) for pad in (one, one))))
-        patches = images.new_empty(len(images), *positions, channels, math.prod(self.kernel_size))
-        for number, place in enumerate(every(*(range(size) for size in self.kernel_size))):
-            seen = tuple(slice(at * d, at * d + (n - 1) * s + 1, s)
-                         for at, d, n, s in zip(place, self.dilation, positions, self.stride, strict=True))
-            patches[..., number] = images[(slice(None), *seen)]
-        return patches.view(-1, channels * patches.shape[-1])
 
     def _shaped_bias(self) -> Tensor:
         assert self.bias is not None

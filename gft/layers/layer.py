@@ -164,11 +164,11 @@ class QuantLayer(nn.Module):
         """Refuse an x that has not the layer's features."""
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x and a float weight, (rows, columns) -> y without bias."""
+        """x and a float weight, as `shaped` gives it or (rows, columns) -> y without bias."""
         raise NotImplementedError
 
     def grad_input(self, grad_output: Tensor, weight: Tensor, x_shape: torch.Size) -> Tensor:
-        """grad_output and the float weight, (rows, columns) -> x's gradient."""
+        """grad_output and a float weight likewise -> x's gradient."""
         raise NotImplementedError
 
     def features_last(self, x: Tensor, features: int) -> Tensor:
@@ -179,7 +179,8 @@ class QuantLayer(nn.Module):
         """How many rows of the vote product make one sample."""
         raise NotImplementedError
 
-    def vote_pieces(self, x: Tensor, x_shape: torch.Size, grad: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    def vote_pieces(self, x: Tensor, x_shape: torch.Size,
+                    grad: Tensor) -> Iterator[tuple[slice, Tensor | ops.Unfolded, Tensor]]:
         """Quantized x (n, inputs) and grad_output (positions, out) -> the products whose sum is the votes (votes.Pieces)."""
         raise NotImplementedError
 
@@ -323,12 +324,20 @@ class QuantLayer(nn.Module):
         if torch.compiler.is_compiling() or exporting():  # a number read from a tensor would end the graph
             weight = ops.times_factors(self._levels_by_row().float(), self.scale)
             return self.product(x, (weight if log_gain is None else weight * self.gain()).to(dtype))
-        return self.stored_product(x, self.scaling(log_gain))
+        return self.stored_product(x, log_gain)
 
-    def stored_product(self, x: Tensor, scaling: ops.Scaling) -> Tensor:
+    def stored_product(self, x: Tensor, log_gain: Tensor | None) -> Tensor:
         """The same of an x in its type, the weight read out for it."""
         self.check_input(x)
-        return self.product(x, ops.float_levels(self.qweight.detach(), self.storage, self.columns, x.dtype, scaling))
+        return self.product(x, self.shaped(ops.float_levels(*self.to_read(self.qweight.detach(), log_gain, x)), x))
+
+    def to_read(self, stored: Tensor, log_gain: Tensor | None, like: Tensor) -> ops.StoredWeight:
+        """The stored weight as it is to be read out for a product with a tensor like this one."""
+        return ops.StoredWeight(stored, self.storage, self.columns, like.dtype, self.scaling(log_gain))
+
+    def shaped(self, weight: Tensor, like: Tensor) -> Tensor:
+        """What was read so, in the shape that products take."""
+        return weight
 
     def scaling(self, log_gain: Tensor | None) -> ops.Scaling:
         """What makes floats of levels: the scale, one number or several, and the gain if it is given."""

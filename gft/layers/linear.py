@@ -63,11 +63,11 @@ class QuantLinear(QuantLayer):
             raise UsageError(f"QuantLinear(in_features={self.in_features}) was given x of shape {tuple(x.shape)}; its last "
                              f"size must be {self.in_features}")
 
-    def stored_product(self, x: Tensor, scaling: ops.Scaling) -> Tensor:
+    def stored_product(self, x: Tensor, log_gain: Tensor | None) -> Tensor:
         if x.numel() > ops.FEW_ROWS * self.columns:
-            return super().stored_product(x, scaling)
+            return super().stored_product(x, log_gain)
         self.check_input(x)
-        y = ops.linear(x.reshape(-1, self.columns), self.qweight.detach(), self.storage, scaling)
+        y = ops.linear(x.reshape(-1, self.columns), self.qweight.detach(), self.storage, self.scaling(log_gain))
         return y.view(*x.shape[:-1], self.rows)
 
     def grad_input(self, grad_output: Tensor, weight: Tensor, x_shape: torch.Size) -> Tensor:

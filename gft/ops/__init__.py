@@ -2,6 +2,7 @@
 
     activations   quantize, take_mean                            x, grad_output -> int8; their mean squares
     prepare       read_and_quantize                              the first two of these and of levels, in one launch
+    windows       patches, depthwise_votes                       int8 images -> what a kernel saw of them; their votes
     products      votes_product, sequence_votes                  int8 -> votes
                   along_levels, linear                           votes · weight; x, stored weight -> y
     levels        float_levels, pack_fields, unpack_fields       stored bytes -> numbers, and back
@@ -38,10 +39,11 @@ from gft.ops.rounding import (
     sums_of_squares,
 )
 from gft.ops.topk import TopKPlan, kth_largest, topk_plan, topk_plan_of_rows, topk_weights
+from gft.ops.windows import Unfolded, Window, depthwise_votes, patches
 
 __all__ = ["FEW_ROWS", "PLAIN", "MeanSquare", "Operation", "Quantized", "Rounded", "RoundingJob", "RoundingPlan",
-           "Scaling", "StoredWeight", "TopKPlan", "along_levels", "float_levels", "grouped_votes_product", "kth_largest",
-           "linear", "mean_square", "multiply", "pack_fields", "quantize", "read_and_quantize", "round_many",
-           "round_some_rows", "round_weights", "rounding_plan", "runs_of", "sequence_votes", "sequence_votes_and_counts",
-           "sums_of_squares", "take_mean", "times_factors", "tokens_last", "topk_plan", "topk_plan_of_rows",
-           "topk_weights", "twins", "unpack_fields", "votes_product"]
+           "Scaling", "StoredWeight", "TopKPlan", "Unfolded", "Window", "along_levels", "depthwise_votes", "float_levels",
+           "grouped_votes_product", "kth_largest", "linear", "mean_square", "multiply", "pack_fields", "patches",
+           "quantize", "read_and_quantize", "round_many", "round_some_rows", "round_weights", "rounding_plan", "runs_of",
+           "sequence_votes", "sequence_votes_and_counts", "sums_of_squares", "take_mean", "times_factors", "tokens_last",
+           "topk_plan", "topk_plan_of_rows", "topk_weights", "twins", "unpack_fields", "votes_product"]

@@ -20,6 +20,7 @@ class StoredWeight(NamedTuple):
     columns: int
     dtype: torch.dtype
     scaling: Scaling = PLAIN
+    places: int = 1
 
 
 @operation

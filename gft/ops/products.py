@@ -12,6 +12,7 @@ from gft.ops.operation import operation
 from gft.storage import Storage
 
 EXACT_IN_FLOAT32 = 2**24 // 128**2  # tokens whose products of int8 a float32 sum holds
+EXACT_IN_INT32 = 2**31 // 128**2 - 16  # likewise; where a kernel likes to begin
 FEW_ROWS = 16  # of x, for which a product takes as long as reading the weight does (triton/decode.py)
 SEQUENCES_SCRATCH = 1 << 26  # votes of single sequences held at once
 
@@ -19,10 +20,15 @@ SEQUENCES_SCRATCH = 1 << 26  # votes of single sequences held at once
 @operation
 def votes_product(grad_output: Tensor,  # (n, out) int8
                   x: Tensor,  # (n, in) int8
-                  means: Sequence[MeanSquare] = ()) -> Tensor:  # taken in passing -> (out, in) int32
-    """grad_output^T · x, exact as long as int32 holds it."""
+                  into: Tensor | None = None,  # (out, in) int32 or int64
+                  means: Sequence[MeanSquare] = ()) -> Tensor:  # taken in passing -> `into`, or (out, in) int32
+    """grad_output^T · x, exact as long as int32 holds it; if given, added to `into`, exact as long as its type does."""
     for one in means:
         take_mean(*one)
+    if into is not None:
+        for some_grad, some_x in zip(grad_output.split(EXACT_IN_INT32), x.split(EXACT_IN_INT32), strict=True):
+            into += votes_product(some_grad, some_x)
+        return into
     if x.is_cuda:
         return _cublas_product(grad_output, x)
     # A float32 product of small integers is exact while its sums stay below 2^24, and many times faster than torch's
@@ -34,6 +40,7 @@ def votes_product(grad_output: Tensor,  # (n, out) int8
     return votes
 
 
+@operation
 def grouped_votes_product(grad_output: Tensor,  # (groups, n, out) int8
                           x: Tensor,  # (groups, n, in) int8
                           dtype: torch.dtype) -> Tensor:  # (groups, out, in) of this integer type

@@ -143,6 +143,54 @@ def test_votes_do_not_depend_on_how_many_images_are_unfolded_at_once(case):
     assert torch.equal(votes_of(1), votes_of(1 << 25))
 
 
+LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+@pytest.mark.parametrize("gain", [False, True])
+@pytest.mark.parametrize("case", [case for case in CASES if len(CASES[case][2]) in LAST])
+def test_channels_last_gives_the_same(case, gain):
+    """The weight is then read out in that order, too."""
+    layer, x = layer_of(case, gain=gain)
+    last, found = LAST[x.dim()], []
+    optimizer = gft.GFT(gft.quantized(layer), vote=gft.Sign(literal_mask=gain))
+    for memory_format in (torch.contiguous_format, last):
+        here = x.clone(memory_format=memory_format).requires_grad_()
+        y = layer(here)
+        grad_output = torch.linspace(-1, 1, y.numel()).view(y.shape).contiguous(memory_format=memory_format)
+        y.backward(grad_output)
+        found.append((y.detach(), here.grad, layer.votes.votes))
+        layer.votes.discard()
+    optimizer.release()
+    (y, grad, votes), (y_last, grad_last, votes_last) = found
+    assert torch.allclose(y_last, y, atol=1e-5)
+    assert torch.allclose(grad_last, grad, atol=1e-5)
+    assert torch.equal(votes_last, votes)
+    assert votes.any()
+    weight = layer.shaped(ops.float_levels(*layer.to_read(layer.qweight, None, grad_output)), grad_output)
+    assert weight.is_contiguous(memory_format=last)
+    assert torch.equal(weight, layer.float_weight())
+
+
+def test_channels_last_needs_no_copy_to_be_quantized():
+    layer = gft.QuantConv2d(3, 6, 3)
+    x = torch.randn(2, 3, 6, 5).to(memory_format=torch.channels_last)
+    assert layer.features_last(x, 3).data_ptr() == x.data_ptr()
+    assert layer.features_last(x, 3).is_contiguous()
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_a_compiled_graph_knows_how_grad_input_lies(memory_format):
+    layer = gft.QuantConv2d(3, 6, 3)
+    x, grad_output = torch.randn(2, 3, 6, 5), torch.randn(2, 6, 4, 3).contiguous(memory_format=memory_format)
+    optimizer = gft.GFT(gft.quantized(layer))
+    _, kept, square = torch.ops.gft.product(x, layer._anchor, layer.qweight, None, layer._handle, layer.geometry, "Int8")
+    arguments = grad_output, layer.qweight, kept, square, None, layer._handle, list(x.shape), True
+    torch.library.opcheck(torch.ops.gft.product_backward, arguments, test_utils=("test_schema", "test_faketensor"))
+    grad_input = torch.ops.gft.product_backward(*arguments)[0]
+    assert grad_input.is_contiguous(memory_format=memory_format)
+    optimizer.release()
+
+
 @pytest.mark.parametrize("vote", [gft.Int8(), gft.Sign(literal_mask=True)], ids=["int8", "masked"])
 def test_many_groups_vote_together_as_they_do_one_by_one(vote):
     found = []

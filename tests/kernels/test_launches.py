@@ -12,7 +12,7 @@ from gft.storage import Storage
 
 pytest.importorskip("triton")
 from gft.ops import triton as twins
-from gft.ops.triton import activations, alike, factors, levels, update
+from gft.ops.triton import activations, alike, factors, levels, update, windows
 from gft.ops.triton.launch import Launcher
 
 MOST = 65_535  # programs along a grid's second and third dimension
@@ -56,6 +56,14 @@ def test_a_convolution_of_millions_of_positions_is_quantized_in_one_launch(recor
     kernel = recorded(activations, "_quantize_kernel")
     tokens = (MOST + 2) * activations.LANES * activations.RUN
     twins.quantize(torch.empty(tokens, 1, dtype=torch.bfloat16, device=DEVICE), torch.ones(1, device=DEVICE), 7, KEY)
+    assert programs(kernel) >= MOST + 2
+
+
+def test_images_of_millions_of_positions_are_unfolded_in_one_launch(recorded):
+    kernel = recorded(windows, "_patches_kernel")
+    positions = (MOST + 2) * windows.BLOCK + 1  # rows that are no whole words
+    line = ops.Window((positions,), (positions,), (3,), (1,), (1,), (1,))
+    twins.patches(torch.empty(positions, 1, dtype=torch.int8, device=DEVICE), line)
     assert programs(kernel) >= MOST + 2
 
 

@@ -92,7 +92,7 @@ def test_means_taken_beside_the_votes_are_the_same(triton_twins, rows, columns, 
     of_x, of_grad = torch.rand(9, columns), torch.rand(40, rows)
     means = [ops.MeanSquare(of_x.to(device), tokens, torch.ones(columns, device=device), True),
              ops.MeanSquare(of_grad.to(device), 7, torch.empty(rows, device=device), False)]
-    votes = triton_twins.votes_product(grad.to(device), x.to(device), means)
+    votes = triton_twins.votes_product(grad.to(device), x.to(device), means=means)
     assert torch.equal(votes.cpu(), grad.int().t() @ x.int())
     torch.testing.assert_close(means[0].mean.cpu(), of_x.sum(0) / tokens + 1)
     torch.testing.assert_close(means[1].mean.cpu(), of_grad.sum(0) / 7)

@@ -136,11 +136,12 @@ def quantize(values: Tensor, factors: Tensor | None, largest: int, key: NoiseKey
     return Quantized(q, squares.sum(0, keepdim=True).float())
 
 
-def float_levels(stored: Tensor, storage: Storage, columns: int, dtype: torch.dtype, scaling: Scaling = PLAIN) -> Tensor:
+def float_levels(stored: Tensor, storage: Storage, columns: int, dtype: torch.dtype, scaling: Scaling = PLAIN,
+                 places: int = 1) -> Tensor:
     """Read a weight out as float32 (levels.float_levels)."""
     checks.check_stored(stored, storage, columns)
     checks.check_scaling(scaling, stored, columns)
-    if dtype is not torch.float32:
+    if dtype is not torch.float32 or places != 1:
         return NotImplemented
     stored, functions, c, rows = stored.contiguous(), _functions(), c_storage(storage), len(stored)
     levels, factors = _scratch.borrow((rows, columns)), scaling.factors()
@@ -156,10 +157,10 @@ def float_levels(stored: Tensor, storage: Storage, columns: int, dtype: torch.dt
 # ---------------------------------------------------------------------------------------------------- products
 
 
-def votes_product(grad_output: Tensor, x: Tensor, means: Sequence[MeanSquare] = ()) -> Tensor:
-    """Multiply int8 matrices exactly (products.votes_product)."""
+def votes_product(grad_output: Tensor, x: Tensor, into: Tensor | None = None, means: Sequence[MeanSquare] = ()) -> Tensor:
+    """Multiply int8 matrices exactly (products.votes_product); what is added to others, the definition adds."""
     checks.check_pair(grad_output, x)
-    if not checks.are_int8(grad_output, x):
+    if not checks.are_int8(grad_output, x) or into is not None:
         return NotImplemented
     for one in means:
         take_mean(*one)

@@ -57,7 +57,36 @@ def _levels_kernel(stored, levels, by_group, log_gain, number, root, rows, colum
                bytes_a_row, groups, group, GROUPS, GAIN, PACKED, WIDTH, LARGEST, MEMORY_BITS, SPARE_BITS, ROWS, BYTES)
 
 
-_launch_levels = Launcher(_levels_kernel)
+@triton.jit
+def _placed_levels_kernel(stored, levels, by_group, log_gain, number, root, rows, columns, bytes_a_row, groups, group,
+                          GROUPS: tl.constexpr, GAIN: tl.constexpr, PACKED: tl.constexpr, WIDTH: tl.constexpr,
+                          LARGEST: tl.constexpr, MEMORY_BITS: tl.constexpr, SPARE_BITS: tl.constexpr, INERTIA: tl.constexpr,
+                          PLACES: tl.constexpr, UP_TO: tl.constexpr, CHANNELS: tl.constexpr):
+    """(channels, places) of a row -> (places, channels): reads what lies together, turns it round, writes likewise."""
+    row, channels = tl.program_id(0).to(tl.int64), columns // PLACES
+    channel, place = spread_block() * CHANNELS + tl.arange(0, CHANNELS), tl.arange(0, UP_TO)
+    live = (channel < channels)[:, None] & (place < PLACES)[None, :]
+    column = channel[:, None] * PLACES + place[None, :]
+    source = stored + row * bytes_a_row
+    if PACKED:
+        PER_BYTE: tl.constexpr = 8 // WIDTH
+        raw = tl.load(source + column // PER_BYTE, mask=live, other=0).to(tl.int32)
+        field = (raw >> (WIDTH * (column % PER_BYTE))) & ((1 << WIDTH) - 1)
+        level = (field >> SPARE_BITS) - LARGEST
+    else:
+        raw = tl.load(source + column, mask=live, other=0).to(tl.int32)
+        level = (raw + ((1 << MEMORY_BITS) >> 1)) >> MEMORY_BITS
+    factor = tl.full((1, 1), number, tl.float32)
+    if GAIN:
+        factor *= tl.exp(tl.load(log_gain).to(tl.float32) * root)
+    if GROUPS:
+        factor = tl.load(by_group + row * groups + column // group, mask=live, other=0.0).to(tl.float32) * factor
+    value = (level.to(tl.float32) * factor).to(levels.dtype.element_ty)
+    target = levels + row * columns + place[:, None] * channels + channel[None, :]
+    tl.store(target, tl.trans(value), mask=tl.trans(live))
+
+
+_launch_levels, _launch_placed = Launcher(_levels_kernel), Launcher(_placed_levels_kernel)
 
 
 class Reading(NamedTuple):
@@ -72,29 +101,31 @@ _readings: dict[Hashable, Reading] = {}
 
 
 def float_levels(stored: Tensor, storage: Storage, columns: int, dtype: torch.dtype,
-                 scaling: Scaling = PLAIN) -> Tensor:
+                 scaling: Scaling = PLAIN, places: int = 1) -> Tensor:
     """Read a stored weight out as floats, in one pass (levels.float_levels)."""
-    kind = kind_of(stored, storage, columns, dtype, scaling)
-    reading = reading_of(kind, stored, storage, columns, dtype, scaling)
+    kind = kind_of(stored, storage, columns, dtype, scaling, places)
+    reading = reading_of(kind, stored, storage, columns, dtype, scaling, places)
     return NotImplemented if reading is None else _read(stored, dtype, reading, scaling, kind)
 
 
-def kind_of(stored: Tensor, storage: Storage, columns: int, dtype: torch.dtype, scaling: Scaling) -> Hashable:
+def kind_of(stored: Tensor, storage: Storage, columns: int, dtype: torch.dtype, scaling: Scaling, places: int) -> Hashable:
     """What a reading, and the launch of it, depend on."""
     return (stored.shape, stored.dtype, stored.device, storage, columns, dtype, _kind_of(scaling.by_group),
-            _kind_of(scaling.log_gain))
+            _kind_of(scaling.log_gain), places)
 
 
 def reading_of(kind: Hashable, stored: Tensor, storage: Storage, columns: int, dtype: torch.dtype,
-               scaling: Scaling) -> Reading | None:
+               scaling: Scaling, places: int) -> Reading | None:
     """How such a weight is read out, once it has been checked; None for what is left to the definition."""
     reading = _readings.get(kind)
     if reading is None:
         checks.check_stored(stored, storage, columns)
         checks.check_scaling(scaling, stored, columns)
+        if places < 1 or columns % places:
+            raise UsageError(f"{columns} columns are not channels of {places} places each")
         if dtype not in checks.FLOATS:
             return None
-        reading = _readings[kind] = _reading(stored.shape, columns, constants_of(storage), scaling)
+        reading = _readings[kind] = _reading(stored.shape, columns, constants_of(storage), scaling, places)
     return reading
 
 
@@ -110,17 +141,23 @@ def unpack_fields(packed: Tensor, width: int, offset: int, columns: int) -> Tens
         raise UsageError(f"{columns} fields of {width} bits take {triton.cdiv(columns * width, 8)} bytes a row but there "
                          f"are {packed.shape[1]}")
     constants = {"PACKED": True, "WIDTH": width, "LARGEST": offset, "MEMORY_BITS": 0, "SPARE_BITS": 0, "INERTIA": False}
-    reading = _reading(packed.shape, columns, constants, PLAIN)
+    reading = _reading(packed.shape, columns, constants, PLAIN, 1)
     return _read(packed, torch.int8, reading, PLAIN, (packed.shape, width, offset, columns))
 
 
-def _reading(shape: torch.Size, columns: int, constants: dict[str, int], scaling: Scaling) -> Reading:
+def _reading(shape: torch.Size, columns: int, constants: dict[str, int], scaling: Scaling, places: int) -> Reading:
     (rows, bytes_a_row), bytes_at_once = shape, COLUMNS * constants["WIDTH"] // 8
     groups = 1 if scaling.by_group is None else scaling.by_group.shape[1]
+    factors = {"GROUPS": scaling.by_group is not None, "GAIN": scaling.log_gain is not None}
+    if places > 1:
+        channels, up_to = columns // places, triton.next_power_of_2(places)
+        at_once = max(1, min(COLUMNS * ROWS // up_to, triton.next_power_of_2(channels)))
+        return Reading((rows, *spread(triton.cdiv(channels, at_once))),
+                       (rows, columns, bytes_a_row, groups, columns // groups),
+                       {**factors, **constants, "PLACES": places, "UP_TO": up_to, "CHANNELS": at_once})
     return Reading((triton.cdiv(rows, ROWS), *spread(triton.cdiv(bytes_a_row, bytes_at_once))),
                    (rows, columns, bytes_a_row, groups, columns // groups),
-                   {"GROUPS": scaling.by_group is not None, "GAIN": scaling.log_gain is not None, **constants, "ROWS": ROWS,
-                    "BYTES": bytes_at_once})
+                   {**factors, **constants, "ROWS": ROWS, "BYTES": bytes_at_once})
 
 
 def room_for(stored: Tensor, dtype: torch.dtype, reading: Reading, scaling: Scaling) -> tuple[Tensor, tuple[Any, ...]]:
@@ -134,7 +171,8 @@ def room_for(stored: Tensor, dtype: torch.dtype, reading: Reading, scaling: Scal
 def _read(stored: Tensor, dtype: torch.dtype, reading: Reading, scaling: Scaling, kind: Hashable) -> Tensor:
     weight, arguments = room_for(stored, dtype, reading, scaling)
     if weight.numel():
-        _launch_levels(kind, reading.grid, arguments, reading.constants)
+        launch = _launch_placed if "PLACES" in reading.constants else _launch_levels
+        launch(kind, reading.grid, arguments, reading.constants)
     return weight
 
 

@@ -74,11 +74,12 @@ def read_and_quantize(weight: StoredWeight, values: Tensor, factors: Tensor | No
 
 def _both_of(kind: Any, weight: StoredWeight, values: Tensor, factors: Tensor | None, largest: int,
              not_finite: Tensor | None) -> _Both | None:
-    """How they are prepared together; None where one of them is left to its definition, or is too long for it."""
+    """How they are prepared together; None where one of them is left to its definition, is too long for it, or is read in
+    another order."""
     reading = levels.reading_of(kind[0], *weight)
     rounding = activations.rounding_of(kind[1], values, factors, largest, not_finite)
     both = None
-    if reading is not None and rounding is not None and weight.stored.numel():
+    if reading is not None and rounding is not None and weight.stored.numel() and weight.places == 1:
         across = triton.cdiv(reading.sizes[2], reading.constants["BYTES"])
         more = triton.cdiv(reading.grid[0] * across, rounding.grid[0])
         if rounding.grid[2] == 1 and rounding.runs + more <= MOST:

@@ -13,11 +13,13 @@ from gft.errors import UsageError
 from gft.ops import checks
 from gft.ops.activations import MeanSquare, take_mean
 from gft.ops.triton.activations import mean_of_runs
+from gft.ops.triton.grids import MOST
 from gft.ops.triton.launch import Launcher
 
 MEANS = 128  # features whose mean square one program takes
 PROGRAMS = 264  # fill a GPU, two a multiprocessor
 LEAST_TOKENS_A_SPLIT = 512  # that repay a program
+MOST_TOKENS_A_SPLIT = 1 << 16  # products of int8 whose sum int32 holds, with one step more
 
 
 class Cut(NamedTuple):
@@ -52,15 +54,20 @@ def _tile(program, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GRO
 
 
 @triton.jit
-def _votes_tile(program, grad_output, x, votes, rows, columns, tokens, steps,
-                EVEN: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
-                GROUP: tl.constexpr):
+def _votes_tile(program, grad_output, x, votes, rows, columns, tokens, grad_stride, x_stride, steps,
+                EVEN: tl.constexpr, SPLIT: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+                TOKENS: tl.constexpr, GROUP: tl.constexpr):
     first_row, first_column = _tile(program, rows, columns, ROWS, COLUMNS, GROUP)
+    group = tl.program_id(2).to(tl.int64)  # of those that have rows and columns of their own
+    grad_output, x = grad_output + group * rows * grad_stride, x + group * columns * x_stride
+    votes += group * rows * columns
     row, column = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
     first, token = tl.program_id(1) * steps, tl.arange(0, TOKENS)
     # Rows beyond the edge read row 0 and are not written.
-    from_grad = grad_output + tl.where(row < rows, row, 0).to(tl.int64)[:, None] * tokens + (first * TOKENS + token)[None, :]
-    from_x = x + tl.where(column < columns, column, 0).to(tl.int64)[:, None] * tokens + (first * TOKENS + token)[None, :]
+    row_live, column_live = row < rows, column < columns
+    start = (first * TOKENS + token)[None, :]
+    from_grad = grad_output + tl.where(row_live, row, 0).to(tl.int64)[:, None] * grad_stride + start
+    from_x = x + tl.where(column_live, column, 0).to(tl.int64)[:, None] * x_stride + start
     total = tl.zeros((ROWS, COLUMNS), tl.int32)
     for one in range(first, tl.minimum(first + steps, tl.cdiv(tokens, TOKENS))):
         if EVEN:
@@ -73,33 +80,36 @@ def _votes_tile(program, grad_output, x, votes, rows, columns, tokens, steps,
         from_x += TOKENS
     place = votes + first_row.to(tl.int64) * columns + first_column
     place = place + (tl.arange(0, ROWS)[:, None] * columns + tl.arange(0, COLUMNS)[None, :])
-    live = (row < rows)[:, None] & (column < columns)[None, :]
+    live = row_live[:, None] & column_live[None, :]
+    total = total.to(votes.dtype.element_ty)
     if SPLIT:
         # Integers: the same in any order. Said to be aligned to 4 bytes only, a thread has one column and not four side by
         # side: an atomic is of one number, and those of a warp then fill whole sectors.
         tl.atomic_add(tl.multiple_of(place, (4, 4)), total, mask=live, sem="relaxed")
     else:
+        if ADD:  # the tile is this program's alone
+            total += tl.load(place, mask=live, other=0)
         tl.store(place, total, mask=live)
 
 
 @triton.jit(do_not_specialize=["steps", "x_runs", "x_tokens", "x_add", "grad_runs", "grad_tokens", "grad_add"])
-def _votes_kernel(grad_output, x, votes, rows, columns, tokens, steps,
+def _votes_kernel(grad_output, x, votes, rows, columns, tokens, grad_stride, x_stride, steps,
                   x_squares, x_mean, x_runs, x_tokens, x_add, x_features,
                   grad_squares, grad_mean, grad_runs, grad_tokens, grad_add, grad_features,
-                  MEANS: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-                  TOKENS: tl.constexpr, GROUP: tl.constexpr):
+                  MEANS: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr,
+                  COLUMNS: tl.constexpr, TOKENS: tl.constexpr, GROUP: tl.constexpr):
     """A tile of the votes. With MEANS, the first programs take the mean squares of x and grad_output instead, of so many
     features each: a launch of their own would take longer."""
     if MEANS == 0:
-        _votes_tile(tl.program_id(0), grad_output, x, votes, rows, columns, tokens, steps, EVEN, SPLIT, ROWS, COLUMNS,
-                    TOKENS, GROUP)
+        _votes_tile(tl.program_id(0), grad_output, x, votes, rows, columns, tokens, grad_stride, x_stride, steps, EVEN,
+                    SPLIT, ADD, ROWS, COLUMNS, TOKENS, GROUP)
     else:
         of_x = tl.cdiv(x_features, MEANS)
         before = of_x + tl.cdiv(grad_features, MEANS)
         program = tl.program_id(0)
         if program >= before:
-            _votes_tile(program - before, grad_output, x, votes, rows, columns, tokens, steps, EVEN, SPLIT, ROWS, COLUMNS,
-                        TOKENS, GROUP)
+            _votes_tile(program - before, grad_output, x, votes, rows, columns, tokens, grad_stride, x_stride, steps, EVEN,
+                        SPLIT, ADD, ROWS, COLUMNS, TOKENS, GROUP)
         elif tl.program_id(1) == 0:
             if program < of_x:
                 mean_of_runs(x_squares, x_mean, x_runs, x_tokens, x_add, x_features, program, 32, MEANS)
@@ -114,6 +124,7 @@ _launch_votes = Launcher(_votes_kernel)
 class _Product(NamedTuple):
     """How a product of one kind is launched."""
 
+    sizes: tuple[int, int, int]  # rows and columns of a group, tokens
     tiles: int
     splits: int
     steps: int  # of a program's loop
@@ -124,57 +135,98 @@ class _Product(NamedTuple):
 _products: dict[Hashable, _Product] = {}
 
 
-def votes_product(grad_output: Tensor, x: Tensor, means: Sequence[MeanSquare] = ()) -> Tensor:
+def votes_product(grad_output: Tensor, x: Tensor, into: Tensor | None = None, means: Sequence[MeanSquare] = ()) -> Tensor:
     """Multiply int8 matrices exactly on tensor cores (products.votes_product): fastest where both have their tokens side by
     side in memory."""
-    kind = grad_output.shape, grad_output.dtype, grad_output.device, x.shape, x.dtype, x.device
+    kind = (grad_output.shape, grad_output.dtype, grad_output.device, x.shape, x.dtype, x.device,
+            None if into is None else (into.shape, into.dtype, into.device, into.is_contiguous()))
     product = _products.get(kind)
     if product is None:
         checks.check_pair(grad_output, x)
+        (tokens, rows), columns = grad_output.shape, x.shape[1]
+        if into is not None:
+            checks.check_tensor("the votes to add to", into, (rows, columns), into.dtype, x.device)
+            if into.dtype not in checks.VOTES or not into.is_contiguous():
+                return NotImplemented
         if not checks.are_int8(grad_output, x):
             return NotImplemented
-        product = _products[kind] = _product_of(grad_output.shape[1], x.shape[1], x.shape[0])
+        product = _products[kind] = _product_of((rows, columns, tokens), 1, torch.int32 if into is None else into.dtype,
+                                                into is not None)
+    if not grad_output.numel() or not x.numel():
+        for one in means:
+            take_mean(*one)
+        return into if into is not None else torch.zeros(product.sizes[:2], dtype=torch.int32, device=x.device)
+    votes = into
+    if votes is None:
+        votes = (torch.zeros if product.splits > 1 else torch.empty)(product.sizes[:2], dtype=torch.int32, device=x.device)
+    _multiply(features_first(grad_output), features_first(x), votes, product, 1, kind, means)
+    return votes
+
+
+def grouped_votes_product(grad_output: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply int8 matrices of several groups in one launch (products.grouped_votes_product)."""
+    if grad_output.dim() != 3 or x.dim() != 3 or x.shape[:2] != grad_output.shape[:2] or x.device != grad_output.device:
+        raise UsageError(f"groups of grad_output and x must be of the same tokens but have the shapes "
+                         f"{tuple(grad_output.shape)} on {grad_output.device} and {tuple(x.shape)} on {x.device}")
+    (groups, tokens, rows), columns = grad_output.shape, x.shape[2]
+    if not checks.are_int8(grad_output, x) or dtype not in checks.VOTES or groups > MOST:
+        return NotImplemented
+    if not grad_output.numel() or not x.numel():
+        return torch.zeros(groups, rows, columns, dtype=dtype, device=x.device)
+
+    def all_rows(q: Tensor) -> Tensor:  # (groups, n, features) -> (groups · features, n)
+        by_feature = q.transpose(1, 2)
+        return features_first(by_feature.reshape(-1, by_feature.shape[2]).t())
+
+    product = _product_of((rows, columns, tokens), groups, dtype, False)
+    votes = (torch.zeros if product.splits > 1 else torch.empty)(groups, rows, columns, dtype=dtype, device=x.device)
+    _multiply(all_rows(grad_output), all_rows(x), votes, product, groups, (grad_output.shape, columns, dtype), ())
+    return votes
+
+
+def features_first(q: Tensor) -> Tensor:  # (n, features)
+    """The same numbers with the tokens of a feature side by side, (features, n): without a copy if `q` lies so, or is a part
+    of what does."""
+    by_feature = q.t()
+    return by_feature if by_feature.stride(1) == 1 or by_feature.shape[1] == 1 else by_feature.contiguous()
+
+
+def _product_of(sizes: tuple[int, int, int], groups: int, dtype: torch.dtype, add: bool) -> _Product:
+    rows, columns, tokens = sizes
+    cut = cut_for(rows, columns, tokens)
+    tiles = triton.cdiv(rows, cut.rows) * triton.cdiv(columns, cut.columns)
+    # Few tiles leave most of the GPU idle: share the tokens out, too.
+    splits = max(1, min(cut.programs // max(tiles * groups, 1), tokens // LEAST_TOKENS_A_SPLIT))
+    if dtype is torch.int64:  # then an int32 might not hold the sum of all
+        splits = max(splits, triton.cdiv(tokens, MOST_TOKENS_A_SPLIT))
+    steps = max(1, triton.cdiv(tokens, splits * cut.tokens))  # of a program's loop
+    splits = triton.cdiv(tokens, steps * cut.tokens)
+    return _Product(sizes, tiles, splits, steps,
+                    {"EVEN": tokens % cut.tokens == 0, "SPLIT": splits > 1, "ADD": add, "ROWS": cut.rows,
+                     "COLUMNS": cut.columns, "TOKENS": cut.tokens, "GROUP": cut.group},
+                    {"num_warps": cut.warps, "num_stages": cut.stages})
+
+
+def _multiply(grad_output: Tensor, x: Tensor, votes: Tensor, product: _Product, groups: int, kind: Hashable,
+              means: Sequence[MeanSquare]) -> None:
+    """(groups · rows, tokens), (groups · columns, tokens) -> (groups · rows, columns) in `votes`, and the means beside."""
     together = len(means) == 2 and bool(means[0].squares.shape[0] and means[1].squares.shape[0])
     for one in () if together else means:
         take_mean(*one)
-    (tokens, rows), columns = grad_output.shape, x.shape[1]
-    votes = (torch.zeros if product.splits > 1 or not tokens else torch.empty)(
-        (rows, columns), dtype=torch.int32, device=x.device)
-    if not votes.numel() or not tokens:
-        for one in means if together else ():
-            take_mean(*one)
-        return votes
     programs, of_means = product.tiles, (votes, votes, 0, 1, 0, 1) * 2
     if together:
         of_means = (*_mean_arguments(means[0]), *_mean_arguments(means[1]))
         programs += -(-of_means[5] // MEANS) - (-of_means[11] // MEANS)
-    _launch_votes((kind, together, of_means[5], of_means[11]), (programs, product.splits, 1),
-                  (_tokens_last(grad_output), _tokens_last(x), votes, rows, columns, tokens, product.steps, *of_means),
+    strides = grad_output.stride(0), x.stride(0)
+    _launch_votes((kind, together, of_means[5], of_means[11], strides), (programs, product.splits, groups),
+                  (grad_output, x, votes, *product.sizes, *strides, product.steps, *of_means),
                   {"MEANS": MEANS if together else 0, **product.constants}, **product.options)
-    return votes
-
-
-def _tokens_last(q: Tensor) -> Tensor:  # (n, features) int8
-    """The same numbers, with the tokens of a feature side by side in memory."""
-    return q if q.stride() == (1, q.shape[0]) else q.t().contiguous()
 
 
 def _mean_arguments(one: MeanSquare) -> tuple[Any, ...]:
     (runs, features), mean = one.squares.shape, one.mean
     checks.check_tensor("the mean squares", mean, (features,), torch.float32, one.squares.device)
     return one.squares, mean, runs, max(one.tokens, 1), int(one.add), features
-
-
-def _product_of(rows: int, columns: int, tokens: int) -> _Product:
-    cut = cut_for(rows, columns, tokens)
-    tiles = triton.cdiv(rows, cut.rows) * triton.cdiv(columns, cut.columns)
-    # Few tiles leave most of the GPU idle: share the tokens out, too.
-    splits = max(1, min(cut.programs // max(tiles, 1), tokens // LEAST_TOKENS_A_SPLIT))
-    steps = max(1, triton.cdiv(tokens, splits * cut.tokens))  # of a program's loop
-    splits = triton.cdiv(tokens, steps * cut.tokens)
-    return _Product(tiles, splits, steps,
-                    {"EVEN": tokens % cut.tokens == 0, "SPLIT": splits > 1, "ROWS": cut.rows, "COLUMNS": cut.columns,
-                     "TOKENS": cut.tokens, "GROUP": cut.group}, {"num_warps": cut.warps, "num_stages": cut.stages})
 
 
 @triton.jit(do_not_specialize=["pieces_a_split"])

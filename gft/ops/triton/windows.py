@@ -1,0 +1,184 @@
+"""Patches of quantized images, laid out as the votes' product reads them, and the votes of depthwise convolutions without.
+
+Neighbouring threads have neighbouring positions, or neighbouring words of four: what a warp loads and stores lies together,
+whether or not a shifted row begins where a wider load could.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gft.errors import UsageError
+from gft.ops import checks
+from gft.ops.triton.grids import spread, spread_block
+from gft.ops.triton.votes import features_first
+from gft.ops.windows import ALIGNED, Window
+
+BLOCK, WARPS = 1024, 4  # positions, or words of them, of a program
+
+MOST_POSITIONS = 2**31 - 2**20  # that a kernel counts in 32 bits, with room for an edge
+
+# Not one compiled kernel for each size of an image.
+SIZES = ["positions", "depth", "height", "width", "depth_out", "height_out", "width_out", "stride_d", "stride_h", "stride_w",
+         "padding_d", "padding_h", "padding_w", "dilation_d", "dilation_h", "dilation_w"]
+
+
+@triton.jit
+def _corner(position, depth, height, width, depth_out, height_out, width_out, stride_d, stride_h, stride_w,
+            padding_d, padding_h, padding_w, VOLUME: tl.constexpr):
+    """Where the first place of the kernel lies when it is at a position: its depth, row and column in the image, which may
+    be before the edge, and how far it is from the first image's first byte."""
+    line = position // width_out
+    column = (position - line * width_out) * stride_w - padding_w
+    image = line // height_out
+    row = (line - image * height_out) * stride_h - padding_h
+    plane, z = image, 0
+    if VOLUME:
+        image = plane // depth_out
+        z = (plane - image * depth_out) * stride_d - padding_d
+        plane = image * depth + z
+    return z, row, column, (plane * height + row) * width + column
+
+
+@triton.jit
+def _between(number, end):
+    """0 <= number < end, in one comparison."""
+    return number.to(tl.uint32) < end.to(tl.uint32)
+
+
+@triton.jit(do_not_specialize=[*SIZES, "channel_stride", "out_stride", "kernel_d", "kernel_h"])
+def _patches_kernel(images, out, channel_stride, out_stride, positions, depth, height, width,
+                    depth_out, height_out, width_out, stride_d, stride_h, stride_w, padding_d, padding_h, padding_w,
+                    dilation_d, dilation_h, dilation_w, kernel_d, kernel_h,
+                    KERNEL_W: tl.constexpr, WORDS: tl.constexpr, VOLUME: tl.constexpr, BLOCK: tl.constexpr):
+    """All places of the kernel for a run of positions and one channel: where they are is found out once. With WORDS four
+    positions at a time, in images and patches whose rows are whole words: then all of a row's words are shifted alike."""
+    AT_ONCE: tl.constexpr = 4 if WORDS else 1
+    channel = tl.program_id(0).to(tl.int64)
+    unit = spread_block() * BLOCK + tl.arange(0, BLOCK)
+    inside = unit < out_stride // AT_ONCE
+    images += channel * channel_stride
+    target = out + channel * (kernel_d * kernel_h * KERNEL_W) * out_stride
+    padding = padding_w
+    if WORDS:
+        images = images.to(tl.pointer_type(tl.uint32), bitcast=True)
+        target = target.to(tl.pointer_type(tl.uint32), bitcast=True)
+        width, width_out, padding = width // 4, width_out // 4, 0  # columns are counted in words, from the position's own on
+    target += unit
+    z, row, column, at = _corner(unit, depth, height, width, depth_out, height_out, width_out, stride_d, stride_h, stride_w,
+                                 padding_d, padding_h, padding, VOLUME)
+    source, live = images + at, unit < positions // AT_ONCE
+    for i in range(kernel_d):
+        for j in range(kernel_h):
+            deep, down = i * dilation_d, j * dilation_h
+            further = (deep * height + down) * width
+            ok = live & _between(row + down, height)
+            if VOLUME:
+                ok &= _between(z + deep, depth)
+            for k in tl.static_range(KERNEL_W):
+                right = k * dilation_w
+                if WORDS:
+                    # No load may begin inside a word: of two words the bytes between.
+                    words, bits = (right - padding_w) >> 2, (((right - padding_w) & 3) * 8).to(tl.uint32)
+                    low = tl.load(source + (further + words), mask=ok & _between(column + words, width), other=0)
+                    more = ok & _between(column + (words + 1), tl.where(bits > 0, width, 0))
+                    high = tl.load(source + (further + words) + 1, mask=more, other=0)
+                    tl.store(target, (low >> bits) | ((high << (31 - bits)) << 1), mask=inside)
+                else:
+                    one = tl.load(source + (further + right), mask=ok & _between(column + right, width), other=0)
+                    tl.store(target, one, mask=inside)
+                target += out_stride // AT_ONCE
+
+
+def _arguments(window: Window) -> dict[str, int]:
+    """A window in a kernel's words."""
+    dimensions = ("d", "h", "w")
+    out = dict(zip(("depth", "height", "width"), window.sizes, strict=True))
+    out |= dict(zip(("depth_out", "height_out", "width_out"), window.positions, strict=True))
+    for name in ("stride", "padding", "dilation", "kernel"):
+        out |= {f"{name}_{one}": number for one, number in zip(dimensions, getattr(window, name), strict=True)}
+    out["KERNEL_W"] = out.pop("kernel_w")
+    out["VOLUME"] = window.sizes[0] > 1 or window.positions[0] > 1 or window.kernel[0] > 1
+    return out
+
+
+def _check(images: Tensor, window: Window) -> int:
+    """How many images there are; refuse what is not whole images."""
+    checks.check_matrix("the images", images)
+    seen = math.prod(window.sizes)
+    if seen < 1 or images.shape[0] % seen:
+        raise UsageError(f"{images.shape[0]} positions are not images of {' × '.join(map(str, window.sizes))}")
+    return images.shape[0] // seen
+
+
+def patches(images: Tensor, window: Window) -> Tensor:
+    """Unfold images (windows.patches); the positions of a patch's element lie side by side, as tensor cores want them."""
+    count = _check(images, window)
+    positions, columns = count * math.prod(window.positions), images.shape[1] * window.places
+    if not checks.are_int8(images) or not positions or not columns or max(positions, len(images)) >= MOST_POSITIONS:
+        return NotImplemented
+    window, by_channel = window.in_three_dimensions(), features_first(images)
+    stride = triton.cdiv(positions, ALIGNED) * ALIGNED  # so that each begins where a wide load can
+    out = torch.empty(columns, stride, dtype=torch.int8, device=images.device)
+    words = window.stride[2] == 1 and all(number % 4 == 0 for number in (
+        window.sizes[2], window.positions[2], by_channel.stride(0), by_channel.data_ptr()))
+    with torch.cuda.device_of(images):
+        _patches_kernel[(len(by_channel), *spread(triton.cdiv(stride // (4 if words else 1), BLOCK)))](
+            by_channel, out, by_channel.stride(0), stride, positions, **_arguments(window), WORDS=words, BLOCK=BLOCK,
+            num_warps=WARPS)
+    return out[:, :positions].t()
+
+
+@triton.jit(do_not_specialize=[*SIZES, "channel_stride", "single_stride", "rows_a_channel", "kernel_d", "kernel_h"])
+def _depthwise_kernel(single, images, votes, single_stride, channel_stride, rows_a_channel, positions, depth, height, width,
+                      depth_out, height_out, width_out, stride_d, stride_h, stride_w, padding_d, padding_h, padding_w,
+                      dilation_d, dilation_h, dilation_w, kernel_d, kernel_h,
+                      KERNEL_W: tl.constexpr, VOLUME: tl.constexpr, BLOCK: tl.constexpr):
+    """What one run of positions adds to a row's votes."""
+    row_number = tl.program_id(0).to(tl.int64)
+    single += row_number * single_stride
+    images += row_number // rows_a_channel * channel_stride
+    votes += row_number * (kernel_d * kernel_h * KERNEL_W)
+    position = spread_block() * BLOCK + tl.arange(0, BLOCK)
+    live = position < positions
+    grad = tl.load(single + position, mask=live, other=0).to(tl.int32)
+    z, row, column, at = _corner(position, depth, height, width, depth_out, height_out, width_out, stride_d, stride_h,
+                                 stride_w, padding_d, padding_h, padding_w, VOLUME)
+    source = images + at
+    for i in range(kernel_d):
+        for j in range(kernel_h):
+            deep, down = i * dilation_d, j * dilation_h
+            further = (deep * height + down) * width
+            ok = live & _between(row + down, height)
+            if VOLUME:
+                ok &= _between(z + deep, depth)
+            for k in tl.static_range(KERNEL_W):
+                right = k * dilation_w
+                seen = tl.load(source + (further + right), mask=ok & _between(column + right, width), other=0)
+                product = grad * seen.to(tl.int32)
+                tl.atomic_add(votes, tl.sum(product).to(votes.dtype.element_ty), sem="relaxed")
+                votes += 1
+
+
+def depthwise_votes(single: Tensor, images: Tensor, window: Window, into: Tensor) -> Tensor:
+    """Add the votes of a depthwise convolution (windows.depthwise_votes); no patch is ever written."""
+    count = _check(images, window)
+    checks.check_matrix("what meets the patches", single)
+    positions, (rows, channels) = count * math.prod(window.positions), (single.shape[1], images.shape[1])
+    if single.shape[0] != positions or channels < 1 or rows % channels or single.device != images.device:
+        raise UsageError(f"{rows} rows of {single.shape[0]} positions on {single.device} do not belong to {channels} "
+                         f"channels of {positions} on {images.device}")
+    checks.check_tensor("the votes", into, (rows, window.places), into.dtype, images.device)
+    if (not checks.are_int8(single, images) or into.dtype not in checks.VOTES or not into.is_contiguous() or not positions
+            or max(positions, len(images)) >= MOST_POSITIONS):
+        return NotImplemented
+    window = window.in_three_dimensions()
+    by_row, by_channel = features_first(single), features_first(images)
+    with torch.cuda.device_of(images):
+        _depthwise_kernel[(rows, *spread(triton.cdiv(positions, BLOCK)))](
+            by_row, by_channel, into, by_row.stride(0), by_channel.stride(0), rows // channels, positions,
+            **_arguments(window), BLOCK=BLOCK, num_warps=WARPS)
+    return into

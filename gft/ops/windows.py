@@ -1,0 +1,102 @@
+"""What the kernel of a convolution looks at: patches of quantized images, which the votes' product takes as its x.
+
+A patch is what one position of the output saw, (channels · kernel) integers. So patches repeat each input as often as the
+kernel has places; they are made for some images at a time.
+"""
+
+import math
+from collections.abc import Iterator
+from itertools import product as every
+from typing import NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from gft.ops.operation import operation
+from gft.ops.products import grouped_votes_product
+
+ALIGNED = 16  # bytes: images are split where a copy of so many may begin
+UNFOLDED_AT_ONCE = 1 << 25  # elements of patches: the scratch of `depthwise_votes`
+
+
+class Window(NamedTuple):
+    """How a kernel moves over an image: a number for each of its one to three dimensions."""
+
+    sizes: tuple[int, ...]  # of the image
+    positions: tuple[int, ...]  # at how many the kernel stops
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+
+    @property
+    def places(self) -> int:
+        """In the kernel."""
+        return math.prod(self.kernel)
+
+    @property
+    def sees_one_place(self) -> bool:
+        """Does each position see itself and nothing else? Images are their own patches then."""
+        return self.places == 1 and not any(self.padding) and max(self.stride) == 1 and self.sizes == self.positions
+
+    def in_three_dimensions(self) -> "Window":
+        """The same with a depth, and a height, of 1 where there is none."""
+        missing = 3 - len(self.sizes)
+        one, nothing = (1,) * missing, (0,) * missing
+        return Window(one + self.sizes, one + self.positions, one + self.kernel, one + self.stride, nothing + self.padding,
+                      one + self.dilation)
+
+    def split(self, images: Tensor,  # (n · sizes, channels)
+              single: Tensor,  # (n · positions, features)
+              most: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Some images at a time, and what belongs to them: equal parts, whose patches have about `most` elements each."""
+        seen, positions = math.prod(self.sizes), math.prod(self.positions)
+        count = len(images) // seen
+        parts = -(-count * images.shape[1] * self.places * positions // most)
+        aligned = ALIGNED // math.gcd(ALIGNED, seen, positions)
+        at_once = -(-count // max(parts, 1))
+        at_once = -(-at_once // aligned) * aligned if at_once >= aligned else max(at_once, 1)
+        return zip(images.split(at_once * seen), single.split(at_once * positions), strict=True)
+
+
+class Unfolded(NamedTuple):
+    """Patches of images that are not made yet, as a depthwise convolution may not need them: a channel is a group."""
+
+    images: Tensor  # (n · sizes, channels) int8
+    window: Window
+
+    @property
+    def groups(self) -> int:
+        return self.images.shape[1]
+
+    def by_group(self, single: Tensor) -> tuple[Tensor, Tensor]:
+        """(groups, n · positions, kernel), and likewise what meets them, (n · positions, rows)."""
+        made = patches(self.images, self.window).unflatten(1, (self.groups, self.window.places)).transpose(0, 1)
+        return made, single.unflatten(1, (self.groups, single.shape[1] // self.groups)).transpose(0, 1)
+
+
+@operation
+def patches(images: Tensor,  # (n · sizes, channels) int8
+            window: Window) -> Tensor:  # (n · positions, channels · kernel) int8
+    """What each position looked at; zeros where it looked beyond the edge."""
+    images = images.reshape(-1, *window.sizes, images.shape[1])
+    if any(window.padding):
+        images = F.pad(images, (0, 0, *(pad for one in reversed(window.padding) for pad in (one, one))))
+    found = images.new_empty(len(images), *window.positions, images.shape[-1], window.places)
+    for number, place in enumerate(every(*(range(size) for size in window.kernel))):
+        seen = tuple(slice(at * d, at * d + (n - 1) * s + 1, s)
+                     for at, d, n, s in zip(place, window.dilation, window.positions, window.stride, strict=True))
+        found[..., number] = images[(slice(None), *seen)]
+    return found.view(-1, images.shape[-1] * window.places)
+
+
+@operation
+def depthwise_votes(single: Tensor,  # (n · positions, rows) int8
+                    images: Tensor,  # (n · sizes, channels) int8; a channel has as many rows as any other
+                    window: Window,
+                    into: Tensor) -> Tensor:  # (rows, kernel) int32 or int64 -> itself
+    """Add the votes of a convolution whose every group is one channel: single^T · patches of the row's own channel."""
+    for some_images, some in window.split(images, single, UNFOLDED_AT_ONCE):
+        x, rows = Unfolded(some_images, window).by_group(some)
+        into += grouped_votes_product(rows, x, into.dtype).flatten(0, 1)
+    return into
