@@ -47,7 +47,7 @@ class Loop:
     def state(self) -> list[torch.Tensor]:
         """Weights and the optimizer's tensors."""
         kept = [*gft.quantized(self.model), *(value for weight in gft.quantized(self.model)
-                                              for value in self.own.state[weight].values())]
+                                              for _, value in sorted(self.own.state[weight].items()))]
         return [torch.as_tensor(value).clone().cpu() for value in kept]
 
 
