@@ -53,8 +53,8 @@ def to_gguf(model: nn.Module, path: str | Path, *, tokenizer: Any = None, pre: s
     """Write a causal language model (Llama, Mistral, Mixtral, Qwen 2, Qwen 3) with quantized layers to a GGUF file; returns
     its path.
 
-    tokenizer: a byte-level BPE tokenizer (PreTrainedTokenizerFast, tokenizers.Tokenizer). None: the file has no vocabulary,
-        and llama.cpp takes and gives token numbers.
+    tokenizer: a BPE tokenizer (PreTrainedTokenizerFast, tokenizers.Tokenizer), byte-level or with byte_fallback. None: the
+        file has no vocabulary, and llama.cpp takes and gives token numbers.
     pre: llama.cpp's name for how the tokenizer cuts text before it merges, if it is not found by itself.
     ternary: the format of 2-bit layers. "TQ2_0" takes 2.06 bits a weight; "TQ1_0" 1.69, with more work to read them; both
         want rows divisible by 256, and llama.cpp has no CUDA kernels for them. "Q2_0" takes 2.25 bits, wants rows divisible
@@ -267,7 +267,7 @@ def quantized_entries(target: str, name: str, layer: QuantLayer, rows: Rows, cho
 def expert_entries(down: str, name: str, experts: Any, choices: Choices) -> Iterator[Entry]:
     """The experts of a layer, one after the other in three tensors: gate, up and down. Gate and up are the two halves of
     one weight, and share its scale."""
-    size = experts.down[0].columns if isinstance(experts, QuantExperts) else experts.down_proj.shape[2]
+    size: Any = experts.down[0].columns if isinstance(experts, QuantExperts) else experts.down_proj.shape[2]
     gate, up = (down.replace("ffn_down", part) for part in ("ffn_gate", "ffn_up"))
     for target, own, rows in ((gate, "gate_up", slice(size)), (up, "gate_up", slice(size, 2 * size)), (down, "down", ALL)):
         if isinstance(experts, QuantExperts):
