@@ -25,14 +25,17 @@ from gft.storage import check_bits
 PACKED_AT_ONCE = 1 << 24  # weights whose single bits are held at once, a byte each
 
 
-def to_compressed_tensors(model: Any, folder: str | Path, *, bits: int | None = None) -> Path:
+def to_compressed_tensors(model: Any, folder: str | Path, *, bits: int | None = None,
+                          tokenizer: Any = None) -> Path:
     """Save a transformers model with its integer weights in compressed-tensors' pack-quantized; returns the folder.
 
     bits: None stores each layer in its own bits, so a ternary weight takes 0.25 B and one of 3 bits 0.375 B. 4 or 8 stores
         all layers in so many, for runtimes that have kernels for those alone; fewer than a layer has are refused.
 
+    tokenizer: saved beside the model.
+
     Only layers that are nn.Linear in the float model can be stored so; any other is refused before a file is written. The
-    tokenizer is saved by its own save_pretrained. The model is left as it is.
+    model is left as it is.
     """
     layers = layers_to_export(model)
     float_model = _float_model(model)
@@ -47,6 +50,8 @@ def to_compressed_tensors(model: Any, folder: str | Path, *, bits: int | None = 
             tensors[f"{name}.bias"] = bias
     float_model.config.quantization_config = quantization_config(layers, stored, float_model)
     float_model.save_pretrained(make_folder(folder), state_dict=tensors)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
     return Path(folder)
 
 
