@@ -61,7 +61,7 @@ def export(source: str, to: str, out: Path, settings: list[str]) -> Path:
     offered = {name: getattr(loaded, name) for name in ("tokenizer", *EXAMPLES) if name in known}
     traced = "example_inputs" in known
     if traced:
-        return_tensors_alone(loaded.model)
+        return_no_cache(loaded.model)
         refuse_examples_that_do_not_run(loaded)
     try:
         target(loaded.model, out, **(offered | chosen))
@@ -166,17 +166,11 @@ def examples_for(model: Any) -> dict[str, Tensor]:
     return examples
 
 
-def return_tensors_alone(model: nn.Module) -> None:
-    """A graph cannot return a cache of keys and values; and its outputs are to be plain dicts, since whoever runs it may not
-    have transformers, whose types of output torch would ask for."""
-    for module in model.modules():  # parts of a model may have a config of their own
+def return_no_cache(model: nn.Module) -> None:
+    """A graph cannot return a cache of keys and values. Parts of a model may have a config of their own."""
+    for module in model.modules():
         if hasattr(config := getattr(module, "config", None), "use_cache"):
             config.use_cache = False  # type: ignore[union-attr]
-    model.register_forward_hook(lambda module, inputs, output: as_dicts(output))
-
-
-def as_dicts(output: Any) -> Any:
-    return {key: as_dicts(value) for key, value in output.items()} if isinstance(output, dict) else output
 
 
 def refuse_examples_that_do_not_run(loaded: Source) -> None:
