@@ -116,13 +116,11 @@ def _float_model(model: Any) -> Any:
 
 def _refuse(name: str, layer: QuantLayer, float_model: nn.Module, bits: int | None) -> None:
     """Raise for what the format, or its loader, has no place for."""
-    try:
-        there: nn.Module | None = float_model.get_submodule(name)
-    except AttributeError:
-        there = None
-    if type(there) is not nn.Linear or not isinstance(layer, QuantLinear):
-        kind = type(layer).__name__ if there is None else type(there).__name__
-        raise UsageError(f"{name} is a {kind}, and compressed-tensors stores nn.Linear only; leave such layers float with "
-                         "filter_fn, or export with gft.export.onnx")
+    modules, parts = dict(float_model.named_modules()), name.split(".")
+    there = next(modules[whole] for size in range(len(parts), -1, -1) if (whole := ".".join(parts[:size])) in modules)
+    is_part = name not in modules  # of experts, or of an attention in one module
+    if is_part or type(there) is not nn.Linear or not isinstance(layer, QuantLinear):
+        raise UsageError(f"{name} is {'part of ' if is_part else ''}a {type(there).__name__}, and compressed-tensors "
+                         "stores nn.Linear only; leave such layers float with filter_fn, or export with gft.export.onnx")
     if bits is not None and check_bits(bits) < layer.bits:
         raise UsageError(f"bits={bits}: {name} has {layer.bits} bits; store it in at least as many")
