@@ -1,6 +1,7 @@
 """Trained models for other runtimes. Each target is a module of its own, imported when it is used.
 
-    gguf         llama.cpp: ternary weights as TQ2_0, TQ1_0 or Q2_0, 3 and 4 bits as Q4_0
+    gguf         llama.cpp: ternary weights as TQ2_0, TQ1_0 or Q2_0, 3 and 4 bits as Q4_0; which models it computes the same
+                 (gguf_architectures), bytes of a block (gguf_blocks), tokenizers (gguf_vocabulary, gguf_sentencepiece)
     onnx         onnxruntime and its kin: integer weights as MatMulNBits or DequantizeLinear
     program      torch.export: a .pt2 that runs without gft
     compressed   transformers: compressed-tensors, pack-quantized

@@ -25,14 +25,17 @@ from gft.storage import check_bits
 PACKED_AT_ONCE = 1 << 24  # weights whose single bits are held at once, a byte each
 
 
-def to_compressed_tensors(model: Any, folder: str | Path, *, bits: int | None = None) -> Path:
+def to_compressed_tensors(model: Any, folder: str | Path, *, bits: int | None = None,
+                          tokenizer: Any = None) -> Path:
     """Save a transformers model with its integer weights in compressed-tensors' pack-quantized; returns the folder.
 
     bits: None stores each layer in its own bits, so a ternary weight takes 0.25 B and one of 3 bits 0.375 B. 4 or 8 stores
         all layers in so many, for runtimes that have kernels for those alone; fewer than a layer has are refused.
 
+    tokenizer: saved beside the model.
+
     Only layers that are nn.Linear in the float model can be stored so; any other is refused before a file is written. The
-    tokenizer is saved by its own save_pretrained. The model is left as it is.
+    model is left as it is.
     """
     layers = layers_to_export(model)
     float_model = _float_model(model)
@@ -47,6 +50,8 @@ def to_compressed_tensors(model: Any, folder: str | Path, *, bits: int | None = 
             tensors[f"{name}.bias"] = bias
     float_model.config.quantization_config = quantization_config(layers, stored, float_model)
     float_model.save_pretrained(make_folder(folder), state_dict=tensors)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
     return Path(folder)
 
 
@@ -111,13 +116,11 @@ def _float_model(model: Any) -> Any:
 
 def _refuse(name: str, layer: QuantLayer, float_model: nn.Module, bits: int | None) -> None:
     """Raise for what the format, or its loader, has no place for."""
-    try:
-        there: nn.Module | None = float_model.get_submodule(name)
-    except AttributeError:
-        there = None
-    if type(there) is not nn.Linear or not isinstance(layer, QuantLinear):
-        kind = type(layer).__name__ if there is None else type(there).__name__
-        raise UsageError(f"{name} is a {kind}, and compressed-tensors stores nn.Linear only; leave such layers float with "
-                         "filter_fn, or export with gft.export.onnx")
+    modules, parts = dict(float_model.named_modules()), name.split(".")
+    there = next(modules[whole] for size in range(len(parts), -1, -1) if (whole := ".".join(parts[:size])) in modules)
+    is_part = name not in modules  # of experts, or of an attention in one module
+    if is_part or type(there) is not nn.Linear or not isinstance(layer, QuantLinear):
+        raise UsageError(f"{name} is {'part of ' if is_part else ''}a {type(there).__name__}, and compressed-tensors "
+                         "stores nn.Linear only; leave such layers float with filter_fn, or export with gft.export.onnx")
     if bits is not None and check_bits(bits) < layer.bits:
         raise UsageError(f"bits={bits}: {name} has {layer.bits} bits; store it in at least as many")

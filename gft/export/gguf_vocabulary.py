@@ -1,9 +1,11 @@
-"""A byte-level BPE tokenizer as the keys of a GGUF file: tokens, their types, merges, and how text is cut before them."""
+"""A tokenizer as the keys of a GGUF file: tokens and their types, special tokens, and how text becomes tokens: for a
+byte-level BPE by merges and the name of how text is cut before them, for one like SentencePiece's by scores."""
 
 import json
 from typing import Any
 
 from gft.errors import UsageError, UsageTypeError
+from gft.export.gguf_sentencepiece import BYTES, has_space_before, scores
 
 # How a tokenizer cuts text before it merges is a list of regular expressions; in a GGUF file it is a name that llama.cpp
 # knows. Llama 3 and Qwen 2 differ in how many digits stay together.
@@ -13,7 +15,7 @@ CUTS = {("bytes",): "gpt-2",
         ("digits", "bytes"): "smollm",
         (WORDS % r"\p{N}{1,3}", "raw bytes"): "llama-bpe",
         (WORDS % r"\p{N}", "raw bytes"): "qwen2"}
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # token types of llama.cpp
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # token types of llama.cpp
 
 
 def cut_of(settings: dict[str, Any]) -> str | None:
@@ -48,15 +50,11 @@ def add_vocabulary(writer: Any, tokenizer: Any, pre: str | None, config: Any) ->
         raise UsageTypeError(f"{type(tokenizer).__name__} is not a tokenizer of the tokenizers package; give a "
                              "PreTrainedTokenizerFast, or tokenizer=None for a file of token numbers")
     settings = json.loads(backend.to_str())
-    merges = settings["model"].get("merges")
-    byte_level = "ByteLevel" in json.dumps(settings.get("pre_tokenizer")) and not settings["model"].get("byte_fallback")
-    if settings["model"].get("type") != "BPE" or not byte_level or not merges:
-        raise UsageError("only a byte-level BPE tokenizer with merges (GPT-2, Llama 3, SmolLM) can be written; export with "
-                         "tokenizer=None for a file of token numbers")
-    pre = pre or cut_of(settings)
-    if pre is None:
-        raise UsageError("llama.cpp has no name that is known here for how this tokenizer cuts text before it merges; give "
-                         "the name as pre=…, one of tokenizer.ggml.pre in its source, or export with tokenizer=None")
+    byte_fallback = bool(settings["model"].get("byte_fallback"))
+    byte_level = "ByteLevel" in json.dumps(settings.get("pre_tokenizer")) and not byte_fallback
+    if settings["model"].get("type") != "BPE" or not (byte_level or byte_fallback) or not settings["model"].get("merges"):
+        raise UsageError("only a BPE tokenizer with merges can be written, byte-level (GPT-2, Llama 3, Qwen) or with "
+                         "byte_fallback (Llama 2, Mistral); export with tokenizer=None for a file of token numbers")
     size, known = config.vocab_size, backend.get_vocab(with_added_tokens=True)
     if max(known.values()) >= size:
         raise UsageError(f"the tokenizer has {max(known.values()) + 1} tokens and the model {size}; give the one that the "
@@ -68,12 +66,31 @@ def add_vocabulary(writer: Any, tokenizer: Any, pre: str | None, config: Any) ->
     start = _token_id(tokenizer, config, "bos_token_id")
     special = {token["id"]: token["special"] for token in settings.get("added_tokens", [])}
     texts = {number: text for text, number in known.items()}
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
+    types = [UNUSED if number not in texts else NORMAL if number not in special
+             else CONTROL if special[number] else USER_DEFINED for number in range(size)]
+    if byte_fallback:
+        if pre is not None:
+            raise UsageError(f"pre={pre!r}: a tokenizer with byte_fallback cuts no text before it merges; leave pre out")
+        found = scores(settings)
+        writer.add_tokenizer_model("llama")
+        writer.add_token_scores([found.get(texts.get(number, ""), 0.0) for number in range(size)])
+        writer.add_add_space_prefix(has_space_before(settings))
+        for token in BYTES:
+            types[known[token]] = BYTE
+        if (unknown := known.get(settings["model"].get("unk_token"))) is not None:
+            types[unknown] = UNKNOWN
+    else:
+        pre = pre or cut_of(settings)
+        if pre is None:
+            raise UsageError("llama.cpp has no name that is known here for how this tokenizer cuts text before it merges; "
+                             "give the name as pre=…, one of tokenizer.ggml.pre in its source, or export with "
+                             "tokenizer=None")
+        merges = settings["model"]["merges"]
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(pre)
+        writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
     writer.add_token_list([texts.get(number, f"[PAD{number}]") for number in range(size)])
-    writer.add_token_types([UNUSED if number not in texts else NORMAL if number not in special
-                            else CONTROL if special[number] else USER_DEFINED for number in range(size)])
-    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
+    writer.add_token_types(types)
     writer.add_eos_token_id(end)
     writer.add_bos_token_id(end if start is None else start)  # left out it would be token 11, too
     for name in ("pad", "unk"):

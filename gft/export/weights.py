@@ -36,12 +36,18 @@ def with_layers_replaced(model: nn.Module, build: Callable[[QuantLayer], nn.Modu
     """A copy of the model, in eval mode, with build(layer) in the place of each quantized layer.
 
     All tensors of the other layers are the model's own, so the copy takes no memory worth mentioning, and the model is
-    left as it is.
+    left as it is. Outputs of transformers' own types become plain dicts: whoever runs the graph may not have transformers.
     """
     layers = layers_to_export(model).values()
     memo: dict[int, Any] = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     memo |= {id(layer): build(layer) for layer in layers}
-    return copy.deepcopy(model, memo).eval()
+    replaced = copy.deepcopy(model, memo).eval()
+    replaced.register_forward_hook(lambda module, inputs, output: _plain(output))
+    return replaced
+
+
+def _plain(output: Any) -> Any:
+    return {key: _plain(value) for key, value in output.items()} if isinstance(output, dict) else output
 
 
 @torch.no_grad()

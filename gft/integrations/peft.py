@@ -17,7 +17,7 @@ from peft.tuners.lora import Linear
 from torch import nn
 
 from gft.errors import UsageError
-from gft.layers import QuantLinear
+from gft.layers import QuantLinear, transposed_linear
 
 STARTS = (True, False, "gaussian")  # of adapters; others take the base weight apart
 
@@ -43,6 +43,8 @@ class LoraQuantLinear(Linear):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Unsupported layer type")  # peft of a type it has not heard of
             super().__init__(base_layer, adapter_name, config, **kwargs)
+        # What GPT-2's Conv1D wants, whose weight lies the other way round; that of its quantized twin does not.
+        self.fan_in_fan_out = False
         base = self.get_base_layer()
         if isinstance(base, QuantLinear):
             base._warned = True  # that nobody trains it: that is the point of an adapter
@@ -59,7 +61,8 @@ class LoraQuantLinear(Linear):
     @torch.no_grad()
     def unload_and_optionally_merge_module(self, merge: bool, safe_merge: bool = False,
                                            adapter_names: list[str] | None = None) -> nn.Module:
-        """The layer without adapters: the quantized one, or with merge=True a float one that has them in its weight."""
+        """The layer without adapters: the quantized one, or with merge=True a float one that has them in its weight, of
+        the class that the layer had before it was quantized."""
         base = self.get_base_layer()
         if not merge:
             return base
@@ -68,11 +71,11 @@ class LoraQuantLinear(Linear):
         for adapter in adapter_names or self.active_adapters:
             if adapter not in self.lora_A:
                 continue
-            linear.weight += Linear.get_delta_weight(self, adapter).to(linear.weight.dtype)
+            linear.weight += self.get_delta_weight(adapter).to(linear.weight.dtype)
             if self.lora_bias[adapter]:
                 up: Any = self.lora_B[adapter]
                 extra = up.bias.detach() * self.scaling[adapter]
                 linear.bias = nn.Parameter(extra if linear.bias is None else linear.bias + extra)
         if safe_merge and not bool(torch.isfinite(linear.weight).all()):
             raise UsageError("the merged weight holds NaN or inf; the adapter is broken")
-        return linear
+        return linear if base.transposed_type is None else transposed_linear(linear, base.transposed_type)

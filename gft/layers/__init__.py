@@ -35,10 +35,20 @@ from gft.layers.parameters import (
     some_names,
 )
 from gft.layers.registry import layer_of
-from gft.layers.twins import NOT_CHOSEN, QUANTIZED, float_twin, is_transposed_linear, quantized_twin, twin_of, why_float
+from gft.layers.twins import (
+    NOT_CHOSEN,
+    QUANTIZED,
+    float_twin,
+    is_transposed_linear,
+    quantized_twin,
+    transposed_linear,
+    twin_of,
+    why_float,
+)
 
 __all__ = ["NOT_CHOSEN", "QUANTIZED", "FilterFn", "QuantConv1d", "QuantConv2d", "QuantConv3d", "QuantConvTranspose1d",
            "QuantConvTranspose2d", "QuantConvTranspose3d", "QuantConvolution", "QuantExperts", "QuantLayer",
            "QuantLinear", "QuantMultiheadAttention", "check_filter", "check_model", "dense", "float_twin",
            "is_transposed_linear", "layer_of", "names_by_parameter", "number_layers", "quantized",
-           "quantized_layers", "quantized_twin", "some_names", "twin_of", "why_float"]
+           "quantized_layers", "quantized_twin", "some_names", "transposed_linear", "twin_of",
+           "why_float"]

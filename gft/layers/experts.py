@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gft.layers.layer import require_grad
+from gft.layers.layer import exporting, require_grad
 from gft.layers.linear import QuantLinear, linear_of
 
 UP = ("gate_up_proj", "up_proj")  # with a gate, and without
@@ -88,17 +88,37 @@ class QuantExperts(nn.Module):
     def forward(self, hidden_states: Tensor,  # (tokens, hidden)
                 top_k_index: Tensor,  # (tokens, k) which experts
                 top_k_weights: Tensor) -> Tensor:  # (tokens, k) -> (tokens, hidden)
-        shell: Any = self._shell[0]
+        way = self._every_expert if exporting() else self._chosen_experts
+        return way(hidden_states, top_k_index, top_k_weights)
+
+    @torch.compiler.disable(reason="which experts run depends on the data; compile without fullgraph=True")
+    def _chosen_experts(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         y = torch.zeros_like(hidden_states)
         for expert in top_k_index.unique().tolist():
             if not 0 <= expert < self.num_experts:  # transformers' way to say: none
                 continue
             tokens, place = torch.where(top_k_index == expert)
-            inner = self.gate_up[expert](hidden_states[tokens])
-            inner = shell._apply_gate(inner) if self._up_name == "gate_up_proj" else shell.act_fn(inner)
-            part = self.down[expert](inner) * top_k_weights[tokens, place, None]
+            part = self._output_of(expert, hidden_states[tokens]) * top_k_weights[tokens, place, None]
             y = y.index_add(0, tokens, part.to(y.dtype))
         return y
+
+    def _every_expert(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """The same for a graph that is written down, in which sizes must not depend on values: every expert computes every
+        token, and counts with weight 0 where it was not chosen."""
+        chosen = (top_k_index >= 0) & (top_k_index < self.num_experts)
+        weights = hidden_states.new_zeros(hidden_states.shape[0], self.num_experts)
+        weights = weights.scatter_add(1, top_k_index.clamp(0, self.num_experts - 1),
+                                      (top_k_weights * chosen).to(weights.dtype))
+        y = torch.zeros_like(hidden_states)
+        for expert in range(self.num_experts):
+            y = y + (self._output_of(expert, hidden_states) * weights[:, expert, None]).to(y.dtype)
+        return y
+
+    def _output_of(self, expert: int, x: Tensor) -> Tensor:
+        shell: Any = self._shell[0]
+        inner = self.gate_up[expert](x)
+        inner = shell._apply_gate(inner) if self._up_name == "gate_up_proj" else shell.act_fn(inner)
+        return self.down[expert](inner)
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}"

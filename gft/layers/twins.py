@@ -57,15 +57,17 @@ def quantized_twin(module: Any, bits: int, **settings: Any) -> Any:
 
 def float_twin(layer: Any) -> nn.Module:
     """The float layer that a quantized one was made of, with the values it computes with now."""
-    linear, kind = layer.to_float(), getattr(layer, "transposed_type", None)
-    if kind is None:
-        return linear
+    kind = getattr(layer, "transposed_type", None)
+    return layer.to_float() if kind is None else transposed_linear(layer.to_float(), kind)
+
+
+def transposed_linear(linear: nn.Linear, kind: Any) -> nn.Module:
+    """A linear layer as transformers' Conv1D, which always has a bias."""
     with torch.device("meta"):
-        twin = kind(layer.out_features, layer.in_features)
+        twin = kind(linear.out_features, linear.in_features)
     twin.weight = nn.Parameter(linear.weight.detach().t().contiguous())
-    bias = linear.weight.new_zeros(layer.out_features) if linear.bias is None else linear.bias.detach()
-    twin.bias = nn.Parameter(bias)
-    return twin.train(layer.training)
+    twin.bias = nn.Parameter(linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach())
+    return twin.train(linear.training)
 
 
 def _weight_is_computed(module: nn.Module) -> bool:

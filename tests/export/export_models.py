@@ -72,3 +72,29 @@ def llama(bits: int, memory: bool = True, quantize: bool = True, **config: Any) 
 
 def tokens(rows: int = 2, length: int = 12) -> Tensor:
     return torch.randint(0, 96, (rows, length), generator=torch.Generator().manual_seed(5))
+
+
+def language_model(kind: str, **config: Any) -> Any:
+    """A tiny float language model of transformers ("Llama", "Qwen3", …) with grouped queries, whose norms and biases are not
+    all alike."""
+    import transformers
+
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 512, "pad_token_id": 0}
+    settings = getattr(transformers, f"{kind}Config")(**{**sizes, **config})
+    model = getattr(transformers, f"{kind}ForCausalLM")(settings).eval()
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            nn.init.normal_(parameter, float("norm" in name), 0.3)
+    return model
+
+
+def with_random_gains(model: nn.Module) -> nn.Module:
+    for layer in quantized_layers(model).values():
+        if layer.log_gain is not None:
+            nn.init.normal_(layer.log_gain, 0, 0.03)
+    return model
+
+
+def in_blocks(module: nn.Module, name: str) -> bool:
+    return ".layers." in name

@@ -82,9 +82,18 @@ def llama_cpp_continues(path: Path, prompt: list[int], count: int) -> tuple[list
     return tokens, logits.log_softmax(-1)
 
 
+def divergence(model: Any, path: Path, prompt: list[int], count: int) -> tuple[list[int], list[int], Tensor]:
+    """llama.cpp's tokens, ours at the same places, and KL(ours || llama.cpp's) of each distribution."""
+    tokens, theirs = llama_cpp_continues(path, prompt, count)
+    with torch.no_grad():
+        ours = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    return tokens, ours.argmax(-1).tolist(), (ours.exp() * (ours - theirs)).sum(-1)
+
+
 def _by_xllamacpp(path: Path, prompt: list[int], count: int) -> tuple[list[int], Tensor]:
     xllamacpp = pytest.importorskip("xllamacpp", reason="needs llama-cpp-python or xllamacpp")
-    vocabulary = GgufFile(path).settings["llama.vocab_size"]
+    known = GgufFile(path).settings
+    vocabulary = known[f"{known['general.architecture']}.vocab_size"]
     settings = xllamacpp.CommonParams()
     settings.model.path, settings.n_ctx, settings.cpuparams.n_threads = str(path), 512, 1
     settings.cache_type_k = settings.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32

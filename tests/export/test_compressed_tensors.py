@@ -110,6 +110,11 @@ def test_what_the_format_does_not_hold_is_told_in_one_sentence(tmp_path, refuses
     gft.quantize_(image_model, 4)
     with refuses(ValueError, "projection is a Conv2d"):
         to_compressed_tensors(image_model, tmp_path / "a")
+    mixture = transformers.MixtralForCausalLM(transformers.MixtralConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, intermediate_size=32,
+        vocab_size=20, num_local_experts=2))
+    with refuses(ValueError, r"experts.gate_up.0 is part of a MixtralExperts"):
+        to_compressed_tensors(gft.quantize_(mixture, 4), tmp_path / "a")
     with refuses(TypeError, "does not know Sequential"):
         to_compressed_tensors(gft.quantize_(nn.Sequential(nn.Linear(4, 4)), 4), tmp_path / "a")
     with refuses(ValueError, "has 4 bits"):

@@ -12,7 +12,8 @@ pytest.importorskip("peft")
 pytest.importorskip("transformers")
 from hf_models import logits, quantized_llama, tokens, train_steps
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers.pytorch_utils import Conv1D
 
 import gft
 from gft.integrations.peft import LoraQuantLinear, lora
@@ -85,6 +86,21 @@ def test_merge_and_unload_makes_float_layers_of_the_adapted_ones(tmp_path, setti
     if not settings:  # a Llama has no biases
         merged.save_pretrained(tmp_path)
         assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(merged))
+
+
+@pytest.mark.parametrize("fan_in_fan_out", [True, False])
+def test_merge_and_unload_gives_gpt_2_its_own_class_of_layer_back(tmp_path, fan_in_fan_out):
+    config = GPT2Config(n_embd=36, n_layer=1, n_head=2, vocab_size=50, n_positions=32)
+    base = gft.quantize_(GPT2LMHeadModel(config).eval(), 2, lambda _, name: ".h." in name)
+    # c_proj of the attention is square: the wrong way round it would fit as well.
+    model = adapted(base, init_lora_weights=False, target_modules=["c_attn", "c_proj"], fan_in_fan_out=fan_in_fan_out)
+    expected = logits(model)
+    merged = model.merge_and_unload()
+    torch.testing.assert_close(logits(merged), expected, rtol=1e-4, atol=1e-5)
+    attention = merged.transformer.h[0].attn
+    assert (type(attention.c_attn), type(attention.c_proj)) == (Conv1D, Conv1D)
+    merged.save_pretrained(tmp_path)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(merged))
 
 
 def test_adapters_can_be_switched_off_and_unloaded():
