@@ -29,9 +29,8 @@ class QuantConvolution(QuantLayer):
     float_type: ClassVar[type[Any]]  # the layer of torch that it stands for
     dims: ClassVar[int]  # along how many dimensions the kernel moves
 
-    # Patches repeat each input kernel-size times; this many elements of them at once bound the scratch. And so many bytes
-    # stay in the cache of a large GPU until they are multiplied.
-    UNFOLDED_AT_ONCE = 1 << 25
+    # Patches repeat each input kernel-size times; this many elements of them at once bound the scratch.
+    UNFOLDED_AT_ONCE = 1 << 26
     GROUPS_TOGETHER = 8  # so many groups or more (depthwise) are one batched product, fewer a product each
 
     def __init__(self, in_channels: int, out_channels: int, kernel_size: int | Sequence[int], bits: int = 4, *,
@@ -175,8 +174,14 @@ class _Forward(QuantConvolution):
     def grad_input(self, grad_output: Tensor, weight: Tensor, x_shape: torch.Size) -> Tensor:
         shape = x_shape if len(x_shape) == self.dims + 2 else (1, *x_shape)
         input_of = (conv1d_input, conv2d_input, conv3d_input)[self.dims - 1]
-        grad_output = grad_output.view(-1, *grad_output.shape[-self.dims - 1 :])
         weight = weight.view(self.float_shape)
+        if grad_output.is_cuda:  # the same product, but torch's own function makes an x first, of which cuDNN reads nothing
+            of = zip(x_shape[-self.dims :], grad_output.shape[-self.dims :], self.kernel_size, self.stride, self.padding,
+                     self.dilation, strict=True)
+            left = [n - ((m - 1) * s - 2 * p + d * (k - 1) + 1) for n, m, k, s, p, d in of]
+            transpose = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[self.dims - 1]
+            return transpose(grad_output, weight, None, self.stride, self.padding, left, self.groups, self.dilation)  # type: ignore[arg-type]
+        grad_output = grad_output.view(-1, *grad_output.shape[-self.dims - 1 :])
         grad = input_of(shape, weight, grad_output, self.stride, self.padding, self.dilation, self.groups)  # type: ignore[arg-type]
         return grad.view(x_shape)
 

@@ -5,6 +5,7 @@ whether or not a shifted row begins where a wider load could.
 """
 
 import math
+from functools import cache
 
 import torch
 import triton
@@ -14,6 +15,7 @@ from torch import Tensor
 from gft.errors import UsageError
 from gft.ops import checks
 from gft.ops.triton.grids import spread, spread_block
+from gft.ops.triton.launch import Launcher
 from gft.ops.triton.votes import features_first
 from gft.ops.windows import ALIGNED, Window
 
@@ -93,16 +95,16 @@ def _patches_kernel(images, out, channel_stride, out_stride, positions, depth, h
                 target += out_stride // AT_ONCE
 
 
-def _arguments(window: Window) -> dict[str, int]:
-    """A window in a kernel's words."""
-    dimensions = ("d", "h", "w")
-    out = dict(zip(("depth", "height", "width"), window.sizes, strict=True))
-    out |= dict(zip(("depth_out", "height_out", "width_out"), window.positions, strict=True))
-    for name in ("stride", "padding", "dilation", "kernel"):
-        out |= {f"{name}_{one}": number for one, number in zip(dimensions, getattr(window, name), strict=True)}
-    out["KERNEL_W"] = out.pop("kernel_w")
-    out["VOLUME"] = window.sizes[0] > 1 or window.positions[0] > 1 or window.kernel[0] > 1
-    return out
+_launch_patches = Launcher(_patches_kernel)
+
+
+@cache
+def _arguments(window: Window) -> tuple[tuple[int, ...], dict[str, int]]:
+    """A window in a kernel's words: its numbers, in the kernels' order, and its constants."""
+    *kernel, kernel_w = window.kernel
+    numbers = (*window.sizes, *window.positions, *window.stride, *window.padding, *window.dilation, *kernel)
+    return numbers, {"KERNEL_W": kernel_w,
+                     "VOLUME": window.sizes[0] > 1 or window.positions[0] > 1 or window.kernel[0] > 1}
 
 
 def _check(images: Tensor, window: Window) -> int:
@@ -125,11 +127,18 @@ def patches(images: Tensor, window: Window) -> Tensor:
     out = torch.empty(columns, stride, dtype=torch.int8, device=images.device)
     words = window.stride[2] == 1 and all(number % 4 == 0 for number in (
         window.sizes[2], window.positions[2], by_channel.stride(0), by_channel.data_ptr()))
-    with torch.cuda.device_of(images):
-        _patches_kernel[(len(by_channel), *spread(triton.cdiv(stride // (4 if words else 1), BLOCK)))](
-            by_channel, out, by_channel.stride(0), stride, positions, **_arguments(window), WORDS=words, BLOCK=BLOCK,
-            num_warps=WARPS)
+    numbers, constants = _arguments(window)
+    _launch_patches((words, *constants.values(), _wide(positions, stride, by_channel.stride(0))),
+                    (by_channel.shape[0], *spread(triton.cdiv(stride // (4 if words else 1), BLOCK))),
+                    (by_channel, out, by_channel.stride(0), stride, positions, *numbers),
+                    {"KERNEL_W": constants["KERNEL_W"], "WORDS": words, "VOLUME": constants["VOLUME"], "BLOCK": BLOCK},
+                    num_warps=WARPS)
     return out[:, :positions].t()
+
+
+def _wide(*numbers: int) -> tuple[bool, ...]:
+    """Which of them are 64-bit numbers to a kernel: a part of a launch's key."""
+    return tuple(number >= 1 << 31 for number in numbers)
 
 
 @triton.jit(do_not_specialize=[*SIZES, "channel_stride", "single_stride", "rows_a_channel", "kernel_d", "kernel_h"])
@@ -177,8 +186,12 @@ def depthwise_votes(single: Tensor, images: Tensor, window: Window, into: Tensor
         return NotImplemented
     window = window.in_three_dimensions()
     by_row, by_channel = features_first(single), features_first(images)
-    with torch.cuda.device_of(images):
-        _depthwise_kernel[(rows, *spread(triton.cdiv(positions, BLOCK)))](
-            by_row, by_channel, into, by_row.stride(0), by_channel.stride(0), rows // channels, positions,
-            **_arguments(window), BLOCK=BLOCK, num_warps=WARPS)
+    numbers, constants = _arguments(window)
+    _launch_depthwise((into.dtype, *constants.values(), _wide(by_row.stride(0), by_channel.stride(0))),
+                      (rows, *spread(triton.cdiv(positions, BLOCK))),
+                      (by_row, by_channel, into, by_row.stride(0), by_channel.stride(0), rows // channels, positions,
+                       *numbers), {**constants, "BLOCK": BLOCK}, num_warps=WARPS)
     return into
+
+
+_launch_depthwise = Launcher(_depthwise_kernel)
