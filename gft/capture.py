@@ -18,7 +18,8 @@ numbers (GFT._advance) and all running values.
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -114,10 +115,24 @@ class Captured:
         assert self._stream is not None
         with torch.cuda.device(self._device):
             self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.stream(self._stream), self._rates_on_device():  # as in the graph: its kernels are built here
                 loss = self._step(x, y)
             torch.cuda.current_stream().wait_stream(self._stream)
         return loss
+
+    @contextmanager
+    def _rates_on_device(self) -> Iterator[list[Tensor]]:
+        """For one step each group's "lr" is a number in the GPU's memory."""
+        groups = self._optimizer.param_groups
+        numbers = [group["lr"] for group in groups]
+        rates = [torch.tensor(float(number), device=self._device) for number in numbers]
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+        try:
+            yield rates
+        finally:
+            for group, number in zip(groups, numbers, strict=True):
+                group["lr"] = number
 
     def _replay(self, x: Tensor, y: Tensor) -> Tensor:
         assert self._graph is not None
@@ -148,24 +163,21 @@ class Captured:
                 warnings.warn("settings of the optimizer other than lr change so often that recording the step anew costs "
                               "more than it saves; it is taken without a CUDA graph from now on", stacklevel=3)
             return
-        graph, groups = torch.cuda.CUDAGraph(), self._optimizer.param_groups
-        numbers = [group["lr"] for group in groups]
+        graph = torch.cuda.CUDAGraph()
         self._x, self._y = x.clone(), y.clone()
-        self._rates = [torch.tensor(float(number), device=self._device) for number in numbers]
         self._recorded_settings = self._settings()
-        for group, rate in zip(groups, self._rates, strict=True):
-            group["lr"] = rate
         # What is left of an earlier graph frees its memory when it is collected, which no recording survives.
         gc.collect()
         collects = gc.isenabled()
         gc.disable()
         try:
-            with torch.cuda.device(self._device), torch.cuda.graph(graph, stream=self._stream):
+            # What other threads ask of the GPU meanwhile, as one that pins memory for a DataLoader does, is none of its
+            # business ("thread_local").
+            with (torch.cuda.device(self._device), self._rates_on_device() as self._rates,
+                  torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local")):
                 self._loss = self._step(self._x, self._y).detach()
             self._graph, self._kind = graph, kind
             self._recordings += 1
         finally:
             if collects:
                 gc.enable()
-            for group, number in zip(groups, numbers, strict=True):
-                group["lr"] = number

@@ -136,7 +136,7 @@ def test_the_papers_variant_trains_by_the_papers_settings(small):
     (["rule=topk", "vote=sign"], {"p_min": 0.3, "vote_per": "sequence", "literal_mask": True, "lr": 0.3}),
 ], ids=["with memory", "packed", "topk"])
 def test_every_integer_setting_changes_what_is_trained(fixed, changes, small, run, tmp_path):
-    recipe = small("verses-gpt-hybrid2-2bit", "steps=4", *fixed)
+    recipe = small("verses-gpt-hybrid2-2bit", "steps=5", *fixed)
     changed = {key: run(recipe.updated(integers={key: value}), tmp_path / key) for key, value in changes.items()}
     updates = [result["updates_actual"] for result in (run(recipe, tmp_path / "as it is"), *changed.values())]
     assert len(set(updates)) == 1 + len(changes)

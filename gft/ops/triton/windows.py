@@ -127,12 +127,11 @@ def patches(images: Tensor, window: Window) -> Tensor:
     out = torch.empty(columns, stride, dtype=torch.int8, device=images.device)
     words = window.stride[2] == 1 and all(number % 4 == 0 for number in (
         window.sizes[2], window.positions[2], by_channel.stride(0), by_channel.data_ptr()))
-    numbers, constants = _arguments(window)
-    _launch_patches((words, *constants.values(), _wide(positions, stride, by_channel.stride(0))),
+    numbers, of_window = _arguments(window)
+    constants = {"KERNEL_W": of_window["KERNEL_W"], "WORDS": words, "VOLUME": of_window["VOLUME"], "BLOCK": BLOCK}
+    _launch_patches((*constants.values(), _wide(positions, stride, by_channel.stride(0))),
                     (by_channel.shape[0], *spread(triton.cdiv(stride // (4 if words else 1), BLOCK))),
-                    (by_channel, out, by_channel.stride(0), stride, positions, *numbers),
-                    {"KERNEL_W": constants["KERNEL_W"], "WORDS": words, "VOLUME": constants["VOLUME"], "BLOCK": BLOCK},
-                    num_warps=WARPS)
+                    (by_channel, out, by_channel.stride(0), stride, positions, *numbers), constants, num_warps=WARPS)
     return out[:, :positions].t()
 
 
@@ -187,7 +186,7 @@ def depthwise_votes(single: Tensor, images: Tensor, window: Window, into: Tensor
     window = window.in_three_dimensions()
     by_row, by_channel = features_first(single), features_first(images)
     numbers, constants = _arguments(window)
-    _launch_depthwise((into.dtype, *constants.values(), _wide(by_row.stride(0), by_channel.stride(0))),
+    _launch_depthwise((into.dtype, BLOCK, *constants.values(), _wide(by_row.stride(0), by_channel.stride(0))),
                       (rows, *spread(triton.cdiv(positions, BLOCK))),
                       (by_row, by_channel, into, by_row.stride(0), by_channel.stride(0), rows // channels, positions,
                        *numbers), {**constants, "BLOCK": BLOCK}, num_warps=WARPS)
