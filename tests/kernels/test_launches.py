@@ -2,6 +2,7 @@
 
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -129,3 +130,50 @@ def test_a_launch_that_goes_on_in_the_third_size_gives_the_same(monkeypatch, mos
     assert torch.equal(got.q.cpu(), wanted.q)
     assert torch.allclose(got.squares.sum(0).cpu(), wanted.squares.sum(0))
     assert int(not_finite) == 1
+
+
+class Compiled:
+    """A kernel that compiles to something that notes how it is run."""
+
+    arg_names = ["tensor", "number", "WIDTH"]
+
+    def __init__(self):
+        self.found, self.runs = 0, []
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **constants):
+            self.found += 1
+            return SimpleNamespace(run=lambda *args: self.runs.append(args), function="function", packed_metadata="metadata")
+
+        return launch
+
+
+def test_equal_launches_are_found_once_and_then_run(monkeypatch):
+    monkeypatch.setattr("gft.ops.triton.launch.driver",
+                        SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda device: "stream")))
+    kernel = Compiled()
+    launcher, tensor = Launcher(kernel), torch.zeros(64)
+    for number in (3, 4):
+        launcher("key", (1, 2, 3), (tensor, number), {"WIDTH": 8})
+    assert kernel.found == 1
+    assert kernel.runs == [(1, 2, 3, "stream", "function", "metadata", None, None, None, tensor, 4, 8)]
+    launcher("another", (1, 2, 3), (tensor, 3), {"WIDTH": 16})
+    assert kernel.found == 2
+
+
+def test_a_launch_on_memory_that_begins_elsewhere_is_found_by_itself(monkeypatch):
+    """A kernel that was compiled to read 16 bytes at a time must not be run where none begin."""
+    monkeypatch.setattr("gft.ops.triton.launch.driver",
+                        SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda device: "stream")))
+    kernel = Compiled()
+    launcher, tensor = Launcher(kernel), torch.zeros(64)
+    for _ in range(2):
+        launcher("key", (1, 1, 1), ((tensor, tensor), 1), {"WIDTH": 8})
+        launcher("key", (1, 1, 1), ((tensor, tensor[1:]), 1), {"WIDTH": 8})
+    assert kernel.found == 2
+    assert len(kernel.runs) == 2
+
+
+def test_constants_must_stand_in_the_kernels_order():
+    with pytest.raises(AssertionError, match="in the kernel's order"):
+        Launcher(Compiled())("key", (1, 1, 1), (torch.zeros(4),), {"WIDTH": 8, "number": 1})

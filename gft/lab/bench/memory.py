@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import gft
+from gft import ops
 from gft.lab.bench.rows import Row, allocated, forget_peak, peak, say, stored, wait
 from gft.layers import quantized_layers
 from gft.votes import Int4, Int8, Sign, Ternary
@@ -162,7 +163,7 @@ def saved(device: torch.device, small: bool = False) -> Iterator[Row]:
         optimizer = gft.GFT(gft.quantized(layer), vote=vote)
         ours, bar = bytes_saved(layer, x), vote.bits / 8
         del optimizer  # which the votes belong to
-        # The features' mean squares go with x: 4 B a feature, not an element.
+        # Sums of the features' squares go with x: 4 B a feature, on a GPU for each 64 tokens.
         yield Row("memory", f"an element of x kept for backward, votes {name}", ours / x.numel(), peer, "B",
-                  "nn.Linear bf16", ours / x.numel() / peer, f"ours at most {bar:g} and 4 B a feature",
-                  ours <= bar * x.numel() + 4 * width)
+                  "nn.Linear bf16", ours / x.numel() / peer, f"ours at most {bar:g} and 4 B a feature and run of tokens",
+                  ours <= bar * x.numel() + 4 * width * ops.runs_of(x, tokens))
