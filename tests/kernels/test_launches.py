@@ -135,10 +135,8 @@ def test_a_launch_that_goes_on_in_the_third_size_gives_the_same(monkeypatch, mos
 class Compiled:
     """A kernel that compiles to something that notes how it is run."""
 
-    arg_names = ["tensor", "number", "WIDTH"]
-
     def __init__(self):
-        self.found, self.runs = 0, []
+        self.arg_names, self.found, self.runs = ["tensor", "number", "WIDTH"], 0, []
 
     def __getitem__(self, grid):
         def launch(*arguments, **constants):
