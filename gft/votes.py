@@ -294,6 +294,8 @@ class VoteAccumulator:
             if total is None:
                 total = torch.zeros(shape, dtype=torch.int64 if wide else torch.int32, device=votes.device)
             total[rows] += votes
+        for mean in waiting:  # of a product without pieces
+            ops.take_mean(*mean)
         if self.scatter is None:
             self.votes = total
         elif total is not None:
