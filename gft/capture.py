@@ -131,8 +131,9 @@ class Captured:
         try:
             yield rates
         finally:
-            for group, number in zip(groups, numbers, strict=True):
-                group["lr"] = number
+            for group, rate, number in zip(groups, rates, numbers, strict=True):
+                if group["lr"] is rate:  # else the step itself has set another
+                    group["lr"] = number
 
     def _replay(self, x: Tensor, y: Tensor) -> Tensor:
         assert self._graph is not None
