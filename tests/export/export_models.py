@@ -22,6 +22,9 @@ import torch
 torch.set_num_threads(1)
 """
 
+VOCABULARY = 300
+TEXT = "The quick brown fox jumps over the lazy dog.\nPack my box with five dozen liquor jugs!\n"
+
 
 def run_without_gft(script: str, *arguments: Any, folder: Path) -> str:
     """Run a script in a fresh, isolated Python where `import gft` fails; its output."""
@@ -80,7 +83,7 @@ def language_model(kind: str, **config: Any) -> Any:
     import transformers
 
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 512, "pad_token_id": 0}
+             "num_key_value_heads": 2, "vocab_size": VOCABULARY, "max_position_embeddings": 512, "pad_token_id": 0}
     settings = getattr(transformers, f"{kind}Config")(**{**sizes, **config})
     model = getattr(transformers, f"{kind}ForCausalLM")(settings).eval()
     for name, parameter in model.named_parameters():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from export_models import in_blocks, language_model, with_random_gains
+from export_models import TEXT, VOCABULARY, in_blocks, language_model, with_random_gains
 from gguf_reading import GgufFile, divergence
 from torch import nn
 
@@ -16,25 +16,12 @@ pytest.importorskip("gguf")
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
-VOCABULARY = 300
-TEXT = "The quick brown fox jumps over the lazy dog.\nPack my box with five dozen liquor jugs!\n"
 NAMES = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output", "gate_proj": "ffn_gate",
          "up_proj": "ffn_up", "down_proj": "ffn_down"}
 
 
 def llama(**settings):
     return language_model("Llama", **settings)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    bare = tokenizers.Tokenizer(tokenizers.models.BPE())
-    bare.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bare.decoder = tokenizers.decoders.ByteLevel()
-    bare.train_from_iterator([TEXT] * 4, tokenizers.trainers.BpeTrainer(
-        vocab_size=VOCABULARY - 4, special_tokens=["<|endoftext|>"], show_progress=False,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()))
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=bare, eos_token="<|endoftext|>")
 
 
 # ---------------------------------------------------------------------------------------------------- the file

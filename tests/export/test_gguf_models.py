@@ -29,12 +29,12 @@ PROMPT = list(range(40, 80))
     ("Qwen3", {"head_dim": 20}, True),
     ("Qwen3", {"head_dim": 12, **LINEAR}, False),
 ], ids=lambda value: " ".join(value) if isinstance(value, dict) else str(value))
-def test_llama_cpp_computes_the_same_network_of_other_models(kind, settings, gain, tmp_path):
+def test_llama_cpp_computes_the_same_network_of_other_models(kind, settings, gain, tokenizer, tmp_path):
     """Nothing differs but the order of sums: with one scale a layer and a gain, and with scales of rows."""
     model = language_model(kind, **ODD, **settings)
     tied = settings.get("tie_word_embeddings")
     gft.quantize_(model, 4, in_blocks if tied else None, gain=gain, scales="tensor" if gain else "row")
-    path = to_gguf(with_random_gains(model), tmp_path / "model.gguf", fallback="F32")
+    path = to_gguf(with_random_gains(model), tmp_path / "model.gguf", tokenizer=tokenizer, fallback="F32")
     *_, kl = divergence(model, path, PROMPT, 12)
     assert kl.max() < 2e-6
     assert GgufFile(path).settings["general.architecture"] == ARCHITECTURES[model.config.model_type].name
@@ -66,21 +66,21 @@ def test_every_expert_is_in_the_file_bit_for_bit(bits, expected, tmp_path):
         assert torch.equal(read["down"][number], down.levels() * (down.scale * down.gain().detach()))
 
 
-def test_experts_left_float_are_written_as_floats(tmp_path):
+def test_experts_left_float_are_written_as_floats(tokenizer, tmp_path):
     model = language_model("Mixtral", num_local_experts=3, **ODD)
     gft.quantize_(model, 4, lambda _, name: "self_attn" in name)
-    path = to_gguf(model, tmp_path / "model.gguf", fallback="F32", dtype="F32")
+    path = to_gguf(model, tmp_path / "model.gguf", tokenizer=tokenizer, fallback="F32", dtype="F32")
     *_, kl = divergence(model, path, PROMPT, 4)
     assert kl.max() < 2e-6
 
 
-def test_scales_rounded_to_float16_need_no_place_of_their_own(tmp_path, refuses):
+def test_scales_rounded_to_float16_need_no_place_of_their_own(tokenizer, tmp_path, refuses):
     """What Qwen 2's graph has not."""
     model, path = with_random_gains(gft.quantize_(language_model("Qwen2"), 4, in_blocks, gain=True)), tmp_path / "model.gguf"
     with refuses(UsageError, "q_proj has a scale or gain that llama.cpp's qwen2 has no place for; pass float16_scales=True"):
         to_gguf(model, path)
     assert not path.exists()
-    file = GgufFile(to_gguf(model, path, float16_scales=True))
+    file = GgufFile(to_gguf(model, path, tokenizer=tokenizer, float16_scales=True))
     assert not [name for name in file.types if name.endswith(".scale")]
     for name, layer in quantized_layers(model).items():
         if name.endswith("mlp.up_proj"):
