@@ -62,7 +62,7 @@ def pack(levels: list[int], bits: int) -> list[int]:
 
 
 def votes(x: Floats, delta: Floats) -> Matrix:
-    """beta[o][i] = sum over b of sign(delta[b][o] · x[b][i])  (Section 4.2), the text's formula without a mask."""
+    """`beta[o][i] = sum over b of sign(delta[b][o] · x[b][i])` (Section 4.2), the text's formula without a mask."""
     return [[sum(sign(d[o]) * sign(one[i]) for one, d in zip(x, delta, strict=True)) for i in range(len(x[0]))]
             for o in range(len(delta[0]))]
 
