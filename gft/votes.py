@@ -153,7 +153,7 @@ Pieces = Callable[[Tensor], Iterable[tuple[slice, Tensor | ops.Unfolded, Tensor]
 class Along(NamedTuple):
     """What votes are asked of the weight itself: slope · sum(gradient · weight), by which a layer's gain learns."""
 
-    weight: Tensor | None  # (out, in) float
+    weight: Tensor  # (out, in) float
     slope: float
 
 
@@ -196,7 +196,6 @@ class VoteAccumulator:
         self.flips: Tensor | None = None  # how many levels the moves have changed (int64, on the device)
         self.not_finite: Tensor | None = None  # how many values of grad_output were NaN or inf, ever (likewise)
         self._factors: dict[tuple[str, Vote], Tensor] = {}  # fixed_point_factors by scale and quantizer
-        self._grad_factors: Tensor | None = None  # of the grad_output that was quantized last
 
     # ------------------------------------------------------------------ random numbers
 
@@ -251,7 +250,6 @@ class VoteAccumulator:
         if self.not_finite is None or self.not_finite.device != grad_output.device:
             self.not_finite = torch.zeros((), dtype=torch.int64, device=grad_output.device)
         factors = self._factors_of("grad_rms", vote, grad_output)
-        self._grad_factors = factors
         return _quantized(weight, grad_output, factors, vote.largest, key, self.not_finite)
 
     def cast(self, pieces: Pieces, x: Quantized, grad_output: Quantized,
@@ -262,7 +260,7 @@ class VoteAccumulator:
 
         With `along` and a quantizer that has a scale, returns an unbiased estimate of what it asks for, (1,).
         """
-        q, grad_factors, tokens = grad_output.q, self._grad_factors, grad_output.q.shape[0]
+        q, tokens = grad_output.q, grad_output.q.shape[0]
         means = self._note("x_rms", x.squares, x.q.shape[0]), self._note("grad_rms", grad_output.squares, tokens)
         waiting = [mean for mean in means if mean is not None]
         self.backwards += 1
@@ -283,10 +281,10 @@ class VoteAccumulator:
                 continue
             votes, counts = self._count(x_piece, grad_piece, sequence, waiting)
             waiting = []
-            if counts is not None and along is not None and along.weight is not None:
+            if counts is not None and along is not None:
                 votes = apply_literal_mask(votes, counts, along.weight[rows])
-            if along is not None and grad_factors is not None and self.vote.has_scale:
-                part = self._along(votes, rows, along, grad_factors, x_piece, shape)
+            if along is not None and self.vote.has_scale:
+                part = self._along(votes, rows, along, x_piece, shape)
                 projection = part if projection is None else projection + part
             if total is None and votes.shape == shape:
                 total = votes.to(torch.int64) if wide else votes
@@ -302,23 +300,23 @@ class VoteAccumulator:
             self._share_out(total, tokens)
         return projection
 
-    def _along(self, votes: Tensor, rows: slice, along: Along, grad_factors: Tensor, x_piece: Tensor | ops.Unfolded,
+    def _along(self, votes: Tensor, rows: slice, along: Along, x_piece: Tensor | ops.Unfolded,
                shape: tuple[int, int]) -> Tensor:
         """What `along` asks for of some rows' votes."""
-        of_rows, of_columns, weight = grad_factors, self._factors_of("x_rms", self.vote), along.weight
+        of_rows, of_columns = (self._factors_of(which, self.vote) for which in ("grad_rms", "x_rms"))
+        assert of_rows is not None
         assert of_columns is not None
-        assert weight is not None
         if self.transposed:
             of_rows, of_columns = of_columns, of_rows
         if votes.shape == shape == (len(of_rows), len(of_columns)):  # a linear layer
-            return ops.along_levels(votes, weight, of_rows, of_columns, along.slope)
+            return ops.along_levels(votes, along.weight, of_rows, of_columns, along.slope)
         groups = x_piece.groups if isinstance(x_piece, ops.Unfolded) else len(x_piece) if x_piece.dim() == 3 else 1
         first, size, parts = rows.start or 0, len(votes) // groups, []
         for group in range(groups):
             of_group, here = slice(first + group * size, first + (group + 1) * size), slice(group * size, None)
             some = votes[here][:size]
             columns = _repeated(of_columns, of_group, some.shape, shape[0])
-            parts.append(ops.along_levels(some, weight[of_group], of_rows[of_group], columns, along.slope))
+            parts.append(ops.along_levels(some, along.weight[of_group], of_rows[of_group], columns, along.slope))
         return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
     def abstain(self, shape: tuple[int, int], device: torch.device) -> None:

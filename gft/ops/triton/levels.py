@@ -20,6 +20,15 @@ ROWS, COLUMNS = 4, 512  # of a program
 
 
 @triton.jit
+def _factor(number, log_gain, root, GAIN: tl.constexpr):
+    """What all levels of a weight are multiplied by, (1, 1)."""
+    factor = tl.full((1, 1), number, tl.float32)
+    if GAIN:
+        factor *= tl.exp(tl.load(log_gain).to(tl.float32) * root)
+    return factor
+
+
+@triton.jit
 def read_block(row_block, block, stored, levels, by_group, log_gain, number, root, rows, columns, bytes_a_row, groups, group,
                GROUPS: tl.constexpr, GAIN: tl.constexpr, PACKED: tl.constexpr, WIDTH: tl.constexpr, LARGEST: tl.constexpr,
                MEMORY_BITS: tl.constexpr, SPARE_BITS: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr):
@@ -38,9 +47,7 @@ def read_block(row_block, block, stored, levels, by_group, log_gain, number, roo
         level = (raw + ((1 << MEMORY_BITS) >> 1)) >> MEMORY_BITS
     column = block * BYTES * PER_BYTE + tl.arange(0, BYTES * PER_BYTE)
     live = (row < rows)[:, None] & (column < columns)[None, :]
-    factor = tl.full((1, 1), number, tl.float32)
-    if GAIN:
-        factor *= tl.exp(tl.load(log_gain).to(tl.float32) * root)
+    factor = _factor(number, log_gain, root, GAIN)
     if GROUPS:
         at = row[:, None] * groups + (column // group)[None, :]
         factor = tl.load(by_group + at, mask=live, other=0.0).to(tl.float32) * factor
@@ -76,9 +83,7 @@ def _placed_levels_kernel(stored, levels, by_group, log_gain, number, root, rows
     else:
         raw = tl.load(source + column, mask=live, other=0).to(tl.int32)
         level = (raw + ((1 << MEMORY_BITS) >> 1)) >> MEMORY_BITS
-    factor = tl.full((1, 1), number, tl.float32)
-    if GAIN:
-        factor *= tl.exp(tl.load(log_gain).to(tl.float32) * root)
+    factor = _factor(number, log_gain, root, GAIN)
     if GROUPS:
         factor = tl.load(by_group + row * groups + column // group, mask=live, other=0.0).to(tl.float32) * factor
     value = (level.to(tl.float32) * factor).to(levels.dtype.element_ty)
