@@ -53,8 +53,15 @@ def waits_for_others(optimizer: Optimizer) -> bool:
 
 
 def kind_of(x: Tensor, y: Tensor) -> Hashable:
-    """What a graph is recorded for: batches of one shape, type and device."""
-    return tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in (x, y))
+    """What a graph is recorded for: batches of one shape, type and device, where y is x itself (labels of a language model)
+    or not."""
+    return (*((tensor.shape, tensor.dtype, tensor.device) for tensor in (x, y)), y is x)
+
+
+def copies(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """A batch in memory of its own; one tensor where it was one. torch.compile looks at that, and at how tensors lie."""
+    own = x.clone()
+    return own, own if y is x else y.clone()
 
 
 class Captured:
@@ -115,8 +122,9 @@ class Captured:
         assert self._stream is not None
         with torch.cuda.device(self._device):
             self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream), self._rates_on_device():  # as in the graph: its kernels are built here
-                loss = self._step(x, y)
+            # All as it will be in the graph, on copies and by rates on the device: what is compiled and built, is so here.
+            with torch.cuda.stream(self._stream), self._rates_on_device():
+                loss = self._step(*copies(x, y))
             torch.cuda.current_stream().wait_stream(self._stream)
         return loss
 
@@ -139,7 +147,8 @@ class Captured:
         assert self._graph is not None
         with torch.cuda.device(self._device):
             self._x.copy_(x)
-            self._y.copy_(y)
+            if self._y is not self._x:
+                self._y.copy_(y)
             for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
                 rate.fill_(group["lr"])
             self._graph.replay()
@@ -165,7 +174,7 @@ class Captured:
                               "more than it saves; it is taken without a CUDA graph from now on", stacklevel=3)
             return
         graph = torch.cuda.CUDAGraph()
-        self._x, self._y = x.clone(), y.clone()
+        self._x, self._y = copies(x, y)
         self._recorded_settings = self._settings()
         # What is left of an earlier graph frees its memory when it is collected, which no recording survives.
         gc.collect()

@@ -66,7 +66,7 @@ def forward(layer: Layer, x: Tensor, log_gain: Tensor | None) -> tuple[Tensor, T
     layer.check_input(x)
     sequence = layer.sequence_length(x.shape)
     weight, quantized = votes.quantize_x(layer.features_last(x, layer.inputs), sequence, layer.training,
-                                         layer.to_read(layer.qweight.detach(), log_gain, x))
+                                         layer.to_read(layer.qweight, log_gain, x))
     assert weight is not None
     return layer.product(x, layer.shaped(weight, x)), _packed(quantized.q, votes.vote.within(sequence)), quantized.squares
 
@@ -208,17 +208,27 @@ def memory_format_of(images: Tensor) -> torch.memory_format:
     return last if images.is_contiguous(memory_format=last) and not images.is_contiguous() else torch.contiguous_format
 
 
-@torch.library.custom_op("gft::product", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def _product_operator(x: Tensor, anchor: Tensor, stored: Tensor, log_gain: Tensor | None, handle: Tensor,
-                      geometry: Sequence[int], vote: str) -> tuple[Tensor, Tensor, Tensor]:
+# Defined by hand and not by torch.library.custom_op, whose wrappers take the host as long as all that is inside. Neither has
+# a derivative: CompiledProduct ties them together, and torch.compile traces into it.
+_OPERATORS = torch.library.Library("gft", "DEF")
+for _signature in (
+    "product(Tensor x, Tensor stored, Tensor? log_gain, Tensor handle, SymInt[] geometry, str vote) "
+    "-> (Tensor, Tensor, Tensor)",
+    "product_backward(Tensor grad_output, Tensor stored, Tensor kept, Tensor squares, Tensor? log_gain, Tensor handle, "
+    "SymInt[] x_shape, bool wants_grad_input) -> (Tensor, Tensor, Tensor)",
+):
+    _OPERATORS.define(_signature, tags=(torch.Tag.cudagraph_unsafe,))
+
+
+def _product_operator(x: Tensor, stored: Tensor, log_gain: Tensor | None, handle: Tensor, geometry: Sequence[int],
+                      vote: str) -> tuple[Tensor, Tensor, Tensor]:
     y, kept, squares = forward(_LAYERS[int(handle)], x, log_gain)
     return (y, x.new_empty(0, dtype=torch.int8) if kept is None else kept,
             x.new_empty(0, dtype=torch.float32) if squares is None else squares)
 
 
-@_product_operator.register_fake
-def _(x: Tensor, anchor: Tensor, stored: Tensor, log_gain: Tensor | None, handle: Tensor, geometry: Sequence[int],
-      vote: str) -> tuple[Tensor, Tensor, Tensor]:
+def _product_shapes(x: Tensor, stored: Tensor, log_gain: Tensor | None, handle: Tensor, geometry: Sequence[int],
+                    vote: str) -> tuple[Tensor, Tensor, Tensor]:
     y = output_shape(x, geometry)
     kept, squares = x.new_empty(0, dtype=torch.int8), x.new_empty(0, dtype=torch.float32)
     if vote:
@@ -236,10 +246,8 @@ def _(x: Tensor, anchor: Tensor, stored: Tensor, log_gain: Tensor | None, handle
     return y, kept, squares
 
 
-@torch.library.custom_op("gft::product_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def _product_backward_operator(grad_output: Tensor, stored: Tensor, kept: Tensor, squares: Tensor, log_gain: Tensor | None,
-                               handle: Tensor, x_shape: Sequence[int],
-                               wants_grad_input: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _backward_operator(grad_output: Tensor, stored: Tensor, kept: Tensor, squares: Tensor, log_gain: Tensor | None,
+                       handle: Tensor, x_shape: Sequence[int], wants_grad_input: bool) -> tuple[Tensor, Tensor, Tensor]:
     saved = stored, kept if kept.numel() else None, squares if squares.numel() else None
     grad_input, grad_gain = backward(_LAYERS[int(handle)], grad_output, saved, log_gain, torch.Size(x_shape),
                                      wants_grad_input)
@@ -250,9 +258,8 @@ def _product_backward_operator(grad_output: Tensor, stored: Tensor, kept: Tensor
     return grad_input, grad_gain, grad_output.new_empty(0, dtype=torch.float32)
 
 
-@_product_backward_operator.register_fake
-def _(grad_output: Tensor, stored: Tensor, kept: Tensor, squares: Tensor, log_gain: Tensor | None, handle: Tensor,
-      x_shape: Sequence[int], wants_grad_input: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _backward_shapes(grad_output: Tensor, stored: Tensor, kept: Tensor, squares: Tensor, log_gain: Tensor | None,
+                     handle: Tensor, x_shape: Sequence[int], wants_grad_input: bool) -> tuple[Tensor, Tensor, Tensor]:
     nothing = grad_output.new_empty(0, dtype=torch.float32)
     grad_input = grad_output.new_empty(x_shape if wants_grad_input else (0,))
     if wants_grad_input:
@@ -260,19 +267,28 @@ def _(grad_output: Tensor, stored: Tensor, kept: Tensor, squares: Tensor, log_ga
     return grad_input, nothing.clone() if log_gain is None else torch.empty_like(log_gain), nothing
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, _, stored, log_gain, handle, _, _ = inputs
-    ctx.x_shape = x.shape
-    ctx.save_for_backward(stored, *output[1:], log_gain, handle)
+for _name, _run, _shapes in (("product", _product_operator, _product_shapes),
+                             ("product_backward", _backward_operator, _backward_shapes)):
+    _OPERATORS.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"gft::{_name}", _shapes, lib=_OPERATORS)
 
 
-def _differentiate(ctx: Any, grad_output: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    wants = ctx.needs_input_grad[0]
-    *saved, log_gain, handle = ctx.saved_tensors
-    # The anchor's gradient is an output of the operator, so a graph cannot drop it where nobody wants grad_input.
-    grad_input, grad_gain, nothing = torch.ops.gft.product_backward(grad_output, *saved, log_gain, handle,
-                                                                    list(ctx.x_shape), wants)
-    return grad_input if wants else None, nothing, None, None if log_gain is None else grad_gain, None, None, None
+class CompiledProduct(torch.autograd.Function):
+    """`Product` in a compiled graph."""
 
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, stored: Tensor, log_gain: Tensor | None, handle: Tensor,
+                geometry: Sequence[int], vote: str) -> Tensor:
+        y, kept, squares = torch.ops.gft.product(x, stored, log_gain, handle, geometry, vote)
+        ctx.x_shape = x.shape
+        ctx.save_for_backward(stored, kept, squares, log_gain, handle)
+        return y
 
-_product_operator.register_autograd(_differentiate, setup_context=_remember)
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        stored, kept, squares, log_gain, handle = ctx.saved_tensors
+        wants = ctx.needs_input_grad[0]
+        # The anchor's gradient is an output of the operator, so a graph cannot drop it where nobody wants grad_input.
+        grad_input, grad_gain, nothing = torch.ops.gft.product_backward(
+            grads[0], stored, kept, squares, log_gain, handle, list(ctx.x_shape), wants)
+        return grad_input if wants else None, nothing, None, None if log_gain is None else grad_gain, None, None, None

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from gft import ops
 from gft.distributed import Ranks, sum_over
@@ -36,7 +36,7 @@ from gft.votes import INT32_BOUND
 
 def is_sharded(weight: Any) -> bool:
     """Have ranks shared out the rows of this weight? (A DTensor: asked in a way that imports none.)"""
-    return hasattr(weight, "device_mesh") and hasattr(weight, "placements")
+    return type(weight) is not nn.Parameter and hasattr(weight, "device_mesh") and hasattr(weight, "placements")
 
 
 def own_rows(weight: Any) -> Tensor:

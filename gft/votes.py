@@ -157,6 +157,17 @@ class Along(NamedTuple):
     slope: float
 
 
+class _Prepared(NamedTuple):
+    """How x or grad_output was rounded beside a weight the last time, and what that rests on."""
+
+    weight: ops.StoredWeight
+    vote: Vote
+    shape: torch.Size
+    dtype: torch.dtype
+    not_finite: Tensor | None
+    run: ops.Preparer
+
+
 class VoteAccumulator:
     """The votes on one weight between two steps, and the running scales they are cast on. Owned by the layer.
 
@@ -196,6 +207,7 @@ class VoteAccumulator:
         self.flips: Tensor | None = None  # how many levels the moves have changed (int64, on the device)
         self.not_finite: Tensor | None = None  # how many values of grad_output were NaN or inf, ever (likewise)
         self._factors: dict[tuple[str, Vote], Tensor] = {}  # fixed_point_factors by scale and quantizer
+        self._prepared: dict[str, _Prepared] = {}  # by scale
 
     # ------------------------------------------------------------------ random numbers
 
@@ -241,7 +253,7 @@ class VoteAccumulator:
         """Round x, (n, in) float, to small integers; a weight is read out beside it. `sequence`: tokens that make one
         sample."""
         vote, key = self.vote.within(sequence), self.key(1, self.call(self.next_use(training)))
-        return _quantized(weight, x, self._factors_of("x_rms", vote, x), vote.largest, key, None)
+        return self._quantized("x_rms", vote, x, key, weight, None)
 
     def quantize_grad(self, grad_output: Tensor, sequence: int,
                       weight: ops.StoredWeight | None = None) -> tuple[Tensor | None, Quantized]:
@@ -249,8 +261,23 @@ class VoteAccumulator:
         vote, key = self.vote.within(sequence), self.key(2, self.call(self.backwards))
         if self.not_finite is None or self.not_finite.device != grad_output.device:
             self.not_finite = torch.zeros((), dtype=torch.int64, device=grad_output.device)
-        factors = self._factors_of("grad_rms", vote, grad_output)
-        return _quantized(weight, grad_output, factors, vote.largest, key, self.not_finite)
+        return self._quantized("grad_rms", vote, grad_output, key, weight, self.not_finite)
+
+    def _quantized(self, which: str, vote: Vote, values: Tensor, key: NoiseKey, weight: ops.StoredWeight | None,
+                   not_finite: Tensor | None) -> tuple[Tensor | None, Quantized]:
+        """Round values, and read a weight out, as the last time if it is the same one."""
+        prepared = self._prepared.get(which)
+        if (prepared is not None and prepared.weight is weight and prepared.vote is vote and prepared.shape == values.shape
+                and prepared.dtype is values.dtype and prepared.not_finite is not_finite):
+            return prepared.run(values, key)
+        factors = self._factors_of(which, vote, values)
+        if weight is None:
+            return None, ops.quantize(values, factors, vote.largest, key, not_finite)
+        if factors is None or getattr(self, which) is None:  # factors that are not kept
+            return ops.read_and_quantize(weight, values, factors, vote.largest, key, not_finite)
+        run = ops.preparer(weight, values, factors, vote.largest, not_finite)
+        self._prepared[which] = _Prepared(weight, vote, values.shape, values.dtype, not_finite, run)
+        return run(values, key)
 
     def cast(self, pieces: Pieces, x: Quantized, grad_output: Quantized,
              shape: tuple[int, int],  # (out, in)
@@ -408,6 +435,7 @@ class VoteAccumulator:
     def set_scale(self, which: str, rms: Tensor | None) -> None:
         """Start a running rms anew."""
         setattr(self, which, rms)
+        self._prepared.pop(which, None)
         self._factors = {key: factors for key, factors in self._factors.items() if key[0] != which}
 
     def drop_votes(self) -> None:
@@ -435,13 +463,6 @@ class VoteAccumulator:
             if not bool(((scale >= 0) & torch.isfinite(scale)).all()):
                 raise UsageError(f"the optimizer's state has a {name} with negative or not finite numbers; load a "
                                  "state_dict that is not damaged")
-
-
-def _quantized(weight: ops.StoredWeight | None, values: Tensor, factors: Tensor | None, largest: int, key: NoiseKey,
-               not_finite: Tensor | None) -> tuple[Tensor | None, Quantized]:
-    if weight is None:
-        return None, ops.quantize(values, factors, largest, key, not_finite)
-    return ops.read_and_quantize(weight, values, factors, largest, key, not_finite)
 
 
 def _repeated(factors: Tensor, rows: slice, shape: torch.Size, all_rows: int) -> Tensor:  # (columns,)

@@ -27,7 +27,7 @@ from gft import ops
 from gft.errors import UsageError, UsageTypeError
 from gft.initialize import STARTS, fitted_scale, groups_a_row, in_levels, kept_scale, scale_of
 from gft.layers.registry import register
-from gft.product import Product, handle_of, kept_as
+from gft.product import CompiledProduct, Product, handle_of, kept_as
 from gft.sharding import all_rows, handed_out, is_sharded, of_first_rank, own_rows
 from gft.storage import Storage, field_bits, unpack_fields
 from gft.votes import VoteAccumulator
@@ -38,6 +38,12 @@ def exporting() -> bool:
     Whoever loads that graph has neither gft nor an optimizer: it reads the levels and casts no votes."""
     # The flag, not torch.compiler.is_exporting(): before torch 2.13 that says True inside of torch.compile, too.
     return getattr(torch.compiler, "_is_exporting_flag", False) or torch.jit.is_tracing()
+
+
+def scale_version(scale: Tensor) -> float:
+    """A number that another one follows when the scale changes; one made in inference_mode does not count its changes, and
+    gets a NaN, which no version equals."""
+    return math.nan if scale.is_inference() else scale._version
 
 
 class QuantLayer(nn.Module):
@@ -75,14 +81,15 @@ class QuantLayer(nn.Module):
         that an optimizer finds by their weights."""
         self.votes, self.number = None, number
         self._anchor = torch.empty(0, device=self.qweight.device, dtype=dtype, requires_grad=True)
-        self._read_scale: tuple[Tensor, int, float] | None = None
+        self._read_scale: tuple[Tensor, float, float] | None = None
+        self._last_read: tuple[ops.StoredWeight, Tensor, float] | None = None
         self._warned = False
         self._handle = handle_of(self)
         register(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copy and pickle: the votes, and with them the optimizer, stay with this layer."""
-        own = ("votes", "_anchor", "_read_scale", "_warned", "_handle")
+        own = ("votes", "_anchor", "_read_scale", "_last_read", "_warned", "_handle")
         return {key: value for key, value in self.__dict__.items() if key not in own} | {"_dtype": self.dtype}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -282,36 +289,37 @@ class QuantLayer(nn.Module):
         return 1 / (self.columns * self.rows) ** 0.5
 
     def forward(self, x: Tensor) -> Tensor:
-        if isinstance(x, torch.fx.Proxy):
+        compiling, votes = torch.compiler.is_compiling(), self.votes
+        if type(x) is not Tensor and isinstance(x, torch.fx.Proxy):
             raise UsageError("torch.fx cannot trace into a layer with integer weights; give it a torch.fx.Tracer whose "
                              "is_leaf_module says True of gft.layers.QuantLayer, or use torch.export")
-        if is_sharded(self.qweight):
+        stored, log_gain = self.qweight, self.log_gain
+        if is_sharded(stored):
             raise UsageError(f"this {type(self).__name__} has only some rows of its weight on this rank; call the module "
                              "that fully_shard was given, or its unshard() first")
-        if not torch.is_floating_point(x):
+        if not x.is_floating_point():
             raise UsageTypeError(f"{type(self).__name__} takes a float input, not {x.dtype}; convert it with x.float()")
-        compiling = torch.compiler.is_compiling()
-        if not compiling and self.votes is not None and self.votes.optimizer() is None:
-            self.votes = None  # nobody is left to be moved by them
+        if votes is not None and not compiling and votes.optimizer() is None:
+            self.votes = votes = None  # nobody is left to be moved by them
+        casts = None if self.frozen else votes
         # Where votes estimate a gradient they tell the gain's, too, and it goes into the weight; else torch keeps the
         # product for it.
-        inside = self.log_gain if self.casts is not None and self.casts.vote.has_scale else None
-        if exporting() or not torch.is_grad_enabled():
-            inside = self.log_gain
+        inside = None if casts is None or not casts.vote.has_scale else log_gain
+        if not torch.is_grad_enabled() or exporting():
+            inside = log_gain
             y = self.scaled_product(x, inside)
         elif compiling:
             # Cast here, where autocast is known: the operator runs outside of it.
             x = x.to(self.product_dtype(x))
-            geometry = self.geometry
-            kept = kept_as(self, x.shape)
-            y = torch.ops.gft.product(x, self._anchor, self.qweight, inside, self._handle, geometry, kept)[0]
-        elif self.casts is None and not (x.requires_grad or (self.training and not self.frozen)):
+            y = CompiledProduct.apply(x, self._anchor, stored, inside, self._handle, self.geometry, kept_as(self, x.shape))
+        elif casts is None and not (x.requires_grad or (self.training and not self.frozen)):
             y = self.scaled_product(x, inside)
         else:
-            y = Product.apply(x, self._anchor, self.qweight, inside, self)
-        if self.log_gain is not None and inside is None:
+            y = Product.apply(x, self._anchor, stored, inside, self)
+        if log_gain is not None and inside is None:
             y = y * self.gain().to(y.dtype)
-        return y if self.bias is None else y + self._shaped_bias().to(y.dtype)
+        bias = self.bias
+        return y if bias is None else y + self._shaped_bias().to(y.dtype)
 
     def product_dtype(self, x: Tensor) -> torch.dtype:
         """autocast's type if it is on, else x's. The levels are exact in any float type."""
@@ -329,11 +337,21 @@ class QuantLayer(nn.Module):
     def stored_product(self, x: Tensor, log_gain: Tensor | None) -> Tensor:
         """The same of an x in its type, the weight read out for it."""
         self.check_input(x)
-        return self.product(x, self.shaped(ops.float_levels(*self.to_read(self.qweight.detach(), log_gain, x)), x))
+        return self.product(x, self.shaped(ops.float_levels(*self.to_read(self.qweight, log_gain, x)), x))
 
-    def to_read(self, stored: Tensor, log_gain: Tensor | None, like: Tensor) -> ops.StoredWeight:
-        """The stored weight as it is to be read out for a product with a tensor like this one."""
-        return ops.StoredWeight(stored, self.storage, self.columns, like.dtype, self.scaling(log_gain))
+    def to_read(self, stored: Tensor, log_gain: Tensor | None, like: Tensor, places: int = 1) -> ops.StoredWeight:
+        """The stored weight as it is to be read out for a product with a tensor like this one: the same value as long as
+        nothing of it changes, so that what was made ready for it serves again."""
+        last, scale = self._last_read, self.scale
+        if last is not None:
+            weight, its_scale, version = last
+            if (its_scale is scale and version == scale_version(scale) and weight.stored is stored
+                    and weight.storage is self.storage and weight.scaling.log_gain is log_gain
+                    and weight.dtype is like.dtype and weight.places == places):
+                return weight
+        weight = ops.StoredWeight(stored, self.storage, self.columns, like.dtype, self.scaling(log_gain), places)
+        self._last_read = weight, scale, scale_version(scale)
+        return weight
 
     def shaped(self, weight: Tensor, like: Tensor) -> Tensor:
         """What was read so, in the shape that products take."""
@@ -347,12 +365,12 @@ class QuantLayer(nn.Module):
 
     def scale_number(self) -> float:
         """`scale` as a number, the rms of them where there are several. Read from the device only when it has changed."""
-        scale = self.scale
-        version = -1 if scale.is_inference() else scale._version  # one made in inference_mode does not count its changes
-        if version < 0 or self._read_scale is None or self._read_scale[0] is not scale or self._read_scale[1] != version:
+        scale, last = self.scale, self._read_scale
+        version = scale_version(scale)
+        if last is None or last[0] is not scale or last[1] != version:
             number = float(scale) if scale.dim() == 0 else float(scale.double().square().mean().sqrt())
-            self._read_scale = scale, version, number
-        return self._read_scale[2]
+            last = self._read_scale = scale, version, number
+        return last[2]
 
     @torch.no_grad()
     def store_as_(self, storage: Storage, stored: Tensor) -> None:

@@ -1,7 +1,7 @@
 """Every heavy computation, once: a torch definition, and where there is one a C or Triton twin with the same result.
 
     activations   quantize, take_mean                            x, grad_output -> int8; their mean squares
-    prepare       read_and_quantize                              the first two of these and of levels, in one launch
+    prepare       read_and_quantize, preparer                    the first two of these and of levels, in one launch
     windows       patches, depthwise_votes                       int8 images -> what a kernel saw of them; their votes
     products      votes_product, sequence_votes                  int8 -> votes
                   along_levels, linear                           votes · weight; x, stored weight -> y
@@ -17,7 +17,7 @@ operation.py says how the twin is found; native/ is C for the CPU, triton/ for C
 from gft.ops.activations import MeanSquare, Quantized, mean_square, quantize, take_mean
 from gft.ops.levels import PLAIN, Scaling, float_levels, pack_fields, runs_of, times_factors, tokens_last, unpack_fields
 from gft.ops.operation import Operation, twins
-from gft.ops.prepare import StoredWeight, read_and_quantize
+from gft.ops.prepare import Preparer, StoredWeight, preparer, read_and_quantize
 from gft.ops.products import (
     FEW_ROWS,
     along_levels,
@@ -41,9 +41,10 @@ from gft.ops.rounding import (
 from gft.ops.topk import TopKPlan, kth_largest, topk_plan, topk_plan_of_rows, topk_weights
 from gft.ops.windows import Unfolded, Window, depthwise_votes, patches
 
-__all__ = ["FEW_ROWS", "PLAIN", "MeanSquare", "Operation", "Quantized", "Rounded", "RoundingJob", "RoundingPlan",
-           "Scaling", "StoredWeight", "TopKPlan", "Unfolded", "Window", "along_levels", "depthwise_votes", "float_levels",
-           "grouped_votes_product", "kth_largest", "linear", "mean_square", "multiply", "pack_fields", "patches",
-           "quantize", "read_and_quantize", "round_many", "round_some_rows", "round_weights", "rounding_plan", "runs_of",
-           "sequence_votes", "sequence_votes_and_counts", "sums_of_squares", "take_mean", "times_factors", "tokens_last",
-           "topk_plan", "topk_plan_of_rows", "topk_weights", "twins", "unpack_fields", "votes_product"]
+__all__ = ["FEW_ROWS", "PLAIN", "MeanSquare", "Operation", "Preparer", "Quantized", "Rounded", "RoundingJob",
+           "RoundingPlan", "Scaling", "StoredWeight", "TopKPlan", "Unfolded", "Window", "along_levels", "depthwise_votes",
+           "float_levels", "grouped_votes_product", "kth_largest", "linear", "mean_square", "multiply", "pack_fields",
+           "patches", "preparer", "quantize", "read_and_quantize", "round_many", "round_some_rows", "round_weights",
+           "rounding_plan", "runs_of", "sequence_votes", "sequence_votes_and_counts", "sums_of_squares", "take_mean",
+           "times_factors", "tokens_last", "topk_plan", "topk_plan_of_rows", "topk_weights", "twins", "unpack_fields",
+           "votes_product"]

@@ -1,5 +1,6 @@
 """What comes before a layer's product: the weight as floats, and x or grad_output as the integers that votes are made of."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -28,3 +29,14 @@ def read_and_quantize(weight: StoredWeight, values: Tensor, factors: Tensor | No
                       not_finite: Tensor | None = None) -> tuple[Tensor, Quantized]:
     """`float_levels` of a weight and `quantize` of values, which do not depend on each other."""
     return float_levels(*weight), quantize(values, factors, largest, key, not_finite)
+
+
+Preparer = Callable[[Tensor, NoiseKey], tuple[Tensor, Quantized]]
+
+
+@operation
+def preparer(weight: StoredWeight, values: Tensor, factors: Tensor | None, largest: int,
+             not_finite: Tensor | None = None) -> Preparer:
+    """`read_and_quantize` of one weight and of values like these, as a layer calls it again and again: weight, factors and
+    counter are the same tensors each time, whatever they hold."""
+    return lambda values, key: read_and_quantize(weight, values, factors, largest, key, not_finite)

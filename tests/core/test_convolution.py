@@ -183,7 +183,7 @@ def test_a_compiled_graph_knows_how_grad_input_lies(memory_format):
     layer = gft.QuantConv2d(3, 6, 3)
     x, grad_output = torch.randn(2, 3, 6, 5), torch.randn(2, 6, 4, 3).contiguous(memory_format=memory_format)
     optimizer = gft.GFT(gft.quantized(layer))
-    _, kept, square = torch.ops.gft.product(x, layer._anchor, layer.qweight, None, layer._handle, layer.geometry, "Int8")
+    _, kept, square = torch.ops.gft.product(x, layer.qweight, None, layer._handle, layer.geometry, "Int8")
     arguments = grad_output, layer.qweight, kept, square, None, layer._handle, list(x.shape), True
     torch.library.opcheck(torch.ops.gft.product_backward, arguments, test_utils=("test_schema", "test_faketensor"))
     grad_input = torch.ops.gft.product_backward(*arguments)[0]
@@ -252,7 +252,7 @@ def test_a_compiled_graph_knows_the_shapes(case):
     y = layer(x)
     assert output_shape(padded.to("meta"), layer.geometry).shape == y.shape
     optimizer = gft.GFT(gft.quantized(layer))
-    arguments = (padded, layer._anchor, layer.qweight, None, layer._handle, layer.geometry,
+    arguments = (padded, layer.qweight, None, layer._handle, layer.geometry,
                  kept_as(layer, padded.shape))
     torch.library.opcheck(torch.ops.gft.product, arguments, test_utils=("test_schema", "test_faketensor"))
     optimizer.release()

@@ -154,7 +154,7 @@ def test_equal_launches_are_found_once_and_then_run(monkeypatch):
     for number in (3, 4):
         launcher("key", (1, 2, 3), (tensor, number), {"WIDTH": 8})
     assert kernel.found == 1
-    assert kernel.runs == [(1, 2, 3, "stream", "function", "metadata", None, None, None, tensor, 4, 8)]
+    assert kernel.runs == [(1, 2, 3, "stream", "function", "metadata", None, None, None, tensor.data_ptr(), 4, 8)]
     launcher("another", (1, 2, 3), (tensor, 3), {"WIDTH": 16})
     assert kernel.found == 2
 

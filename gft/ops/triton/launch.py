@@ -18,7 +18,7 @@ VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 REPEATS = VERSION >= (3, 3)  # older compiled kernels take other arguments
 
 
-class _Found(NamedTuple):
+class Found(NamedTuple):
     """A compiled kernel and what its launches have in common."""
 
     run: Any
@@ -33,7 +33,7 @@ class Launcher:
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
         # By key and device: which arguments are tensors or tuples of them; what was found, by which of these are aligned.
-        self._known: dict[Hashable, tuple[tuple[int, ...], dict[int, _Found]]] = {}
+        self._known: dict[Hashable, tuple[tuple[int, ...], dict[int, Found]]] = {}
 
     def __call__(self, key: Hashable,  # equal keys: the same constants, options, types of tensors and specialised numbers
                  grid: tuple[int, int, int],
@@ -46,13 +46,21 @@ class Launcher:
             with torch.cuda.device(device):
                 return self(key, grid, arguments, constants, **options)
         known = self._known.get((key, device))
-        found = None if known is None else known[1].get(_unaligned(arguments, known[0]))
-        if found is None:
-            self._find((key, device), grid, arguments, constants, options)
-        else:
-            found.run(*grid, driver.active.get_current_stream(device), found.function, found.metadata, None, None, None,
-                      *arguments, *found.constants)
+        if known is not None:
+            tensors, by_alignment = known
+            unaligned, addresses = _addresses(arguments, tensors)
+            found = by_alignment.get(unaligned)
+            if found is not None:
+                found.run(*grid, driver.active.get_current_stream(device), found.function, found.metadata, None, None, None,
+                          *addresses, *found.constants)
+                return None
+        self._find((key, device), grid, arguments, constants, options)
         return None
+
+    def found(self, key: Hashable, device: torch.device) -> Found | None:
+        """What an earlier launch with this key and with aligned tensors has found, for who launches it by himself."""
+        known = self._known.get((key, device.index))
+        return None if known is None else known[1].get(0)
 
     def _find(self, key: Hashable, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: Mapping[str, Any],
               options: Mapping[str, Any]) -> None:
@@ -64,7 +72,7 @@ class Launcher:
         compiled = compiled.result() if hasattr(compiled, "result") else compiled
         tensors = tuple(place for place, one in enumerate(arguments) if _begins(one))
         _, by_alignment = self._known.setdefault(key, (tensors, {}))
-        by_alignment[_unaligned(arguments, tensors)] = _Found(
+        by_alignment[_addresses(arguments, tensors)[0]] = Found(
             compiled.run, compiled.function, compiled.packed_metadata, tuple(constants.values()))
 
 
@@ -73,13 +81,18 @@ def _begins(one: Any) -> bool:
     return isinstance(one, Tensor) or (isinstance(one, tuple) and isinstance(one[0], Tensor))
 
 
-def _unaligned(arguments: tuple[Any, ...], tensors: Iterable[int]) -> int:
-    """Which tensors begin where Triton cannot read 16 bytes at a time, a bit each."""
-    bits, bit = 0, 1
+def _addresses(arguments: tuple[Any, ...], tensors: Iterable[int]) -> tuple[int, list[Any]]:
+    """Which tensors begin where Triton cannot read 16 bytes at a time, a bit each; and all arguments, addresses in the place
+    of tensors: of those Triton would ask the driver whose they are."""
+    bits, bit, addresses = 0, 1, list(arguments)
     for place in tensors:
         one = arguments[place]
-        for each in one if isinstance(one, tuple) else (one,):
-            if each.data_ptr() & ALIGNED:
+        if isinstance(one, tuple):
+            addresses[place] = tuple(each.data_ptr() for each in one)
+        else:
+            addresses[place] = one.data_ptr()
+        for address in addresses[place] if isinstance(one, tuple) else (addresses[place],):
+            if address & ALIGNED:
                 bits |= bit
             bit <<= 1
-    return bits
+    return bits, addresses

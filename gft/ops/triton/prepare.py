@@ -3,16 +3,19 @@
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 
+from gft.ops import prepare
 from gft.ops.activations import Quantized
-from gft.ops.prepare import StoredWeight
+from gft.ops.prepare import Preparer, StoredWeight
 from gft.ops.triton import activations, levels
 from gft.ops.triton.activations import MOST_REGISTERS, WARPS, quantize_block
 from gft.ops.triton.grids import MOST
-from gft.ops.triton.launch import ALIGNED, Launcher
+from gft.ops.triton.launch import ALIGNED, Found, Launcher
 from gft.ops.triton.levels import read_block
 from gft.ops.triton.noise import KEY, width
 from gft.philox import NoiseKey
@@ -70,6 +73,62 @@ def read_and_quantize(weight: StoredWeight, values: Tensor, factors: Tensor | No
     _launch_both((kind, aligned, width(key)), both.grid, (*arguments, *more, *both.last), constants, num_warps=WARPS,
                  maxnreg=MOST_REGISTERS)
     return read, quantized
+
+
+class _Preparer:
+    """prepare.preparer by the launch that Triton has found: what does not change is not looked at again. Whatever is not as
+    it was the first time goes through `read_and_quantize`, which checks it."""
+
+    def __init__(self, both: _Both, kind: Any, weight: StoredWeight, values: Tensor, factors: Tensor,
+                 not_finite: Tensor | None, largest: int) -> None:
+        self.kind, self.general = kind, (weight, factors, largest, not_finite)
+        self.shape, self.dtype, self.device = values.shape, values.dtype, values.device
+        (tokens, features), runs = values.shape, both.rounding.runs
+        self.q, self.squares = ((tokens, features), (1, tokens)), (runs, features)
+        self.read = both.reading.sizes[:2], weight.dtype
+        self.grid = both.grid
+        self.sizes = tokens, features, activations.LARGEST_SQUARED**2
+        self.last = weight.scaling.number, weight.scaling.root, *both.reading.sizes, *both.last
+        self.found: Found | None = None
+        self.widths: tuple[int, int, int] | None = None
+
+    def __call__(self, values: Tensor, key: NoiseKey) -> tuple[Tensor, Quantized]:
+        (weight, factors, largest, not_finite), widths = self.general, width(key)
+        by_group, log_gain, _, _ = weight.scaling
+        at, of_factors, stored = values.data_ptr(), factors.data_ptr(), weight.stored.data_ptr()
+        of_groups = 0 if by_group is None else by_group.data_ptr()
+        of_gain = 0 if log_gain is None else log_gain.data_ptr()
+        counter = 0 if not_finite is None else not_finite.data_ptr()
+        if (widths != self.widths or (at | of_factors | stored | of_gain | of_groups | counter) & ALIGNED
+                or values.shape != self.shape or values.dtype is not self.dtype or values.device != self.device
+                or not values.is_contiguous() or not isinstance(key.step, Tensor) or key.first
+                or torch.cuda.current_device() != self.device.index):
+            result = prepare.read_and_quantize(weight, values, factors, largest, key, not_finite)
+            self.found = _launch_both.found((self.kind, True, widths), self.device)
+            self.widths = None if self.found is None else widths
+            return result
+        assert self.found is not None
+        run, function, metadata, constants = self.found
+        q = torch.empty_strided(*self.q, dtype=torch.int8, device=self.device)
+        squares = torch.empty(self.squares, dtype=torch.float32, device=self.device)
+        read = torch.empty(self.read[0], dtype=self.read[1], device=self.device)
+        of_squares, of_read = squares.data_ptr(), read.data_ptr()
+        run(*self.grid, driver.active.get_current_stream(self.device.index), function, metadata, None, None, None,
+            at, of_factors, q.data_ptr(), of_squares, counter or of_squares, *self.sizes, key.seed, key.step.data_ptr(),
+            key.stream, key.call, stored, of_read, of_groups or of_read, of_gain or of_read, *self.last, *constants)
+        return read, Quantized(q, squares)
+
+
+def preparer(weight: StoredWeight, values: Tensor, factors: Tensor | None, largest: int,
+             not_finite: Tensor | None = None) -> Preparer:
+    """prepare.preparer: see _Preparer."""
+    kind = levels.kind_of(*weight), activations.kind_of(values, factors, largest, not_finite)
+    both = _both[kind] if kind in _both else _both_of(kind, weight, values, factors, largest, not_finite)
+    scales = weight.scaling.by_group
+    lie_well = all(one is None or one.is_contiguous() for one in (weight.stored, factors, scales))
+    if both is None or factors is None or not lie_well:
+        return NotImplemented
+    return _Preparer(both, kind, weight, values, factors, not_finite, largest)
 
 
 def _both_of(kind: Any, weight: StoredWeight, values: Tensor, factors: Tensor | None, largest: int,

@@ -121,15 +121,50 @@ def _votes_kernel(grad_output, x, votes, rows, columns, tokens, grad_stride, x_s
 _launch_votes = Launcher(_votes_kernel)
 
 
-class _Product(NamedTuple):
-    """How a product of one kind is launched."""
+class _Product:
+    """How a product of one kind is launched; itself the key of its launches."""
 
-    sizes: tuple[int, int, int]  # rows and columns of a group, tokens
-    tiles: int
-    splits: int
-    steps: int  # of a program's loop
-    constants: dict[str, Any]
-    options: dict[str, int]
+    def __init__(self, sizes: tuple[int, int, int], groups: int, dtype: torch.dtype, add: bool) -> None:
+        rows, columns, tokens = self.sizes = sizes  # rows and columns of a group
+        cut = cut_for(rows, columns, tokens)
+        self.groups, self.tiles = groups, triton.cdiv(rows, cut.rows) * triton.cdiv(columns, cut.columns)
+        # Few tiles leave most of the GPU idle: share the tokens out, too.
+        splits = max(1, min(cut.programs // max(self.tiles * groups, 1), tokens // LEAST_TOKENS_A_SPLIT))
+        if dtype is torch.int64:  # then an int32 might not hold the sum of all
+            splits = max(splits, triton.cdiv(tokens, MOST_TOKENS_A_SPLIT))
+        self.steps = max(1, triton.cdiv(tokens, splits * cut.tokens))  # of a program's loop
+        self.splits = triton.cdiv(tokens, self.steps * cut.tokens)
+        self.constants = {"MEANS": 0, "EVEN": tokens % cut.tokens == 0, "SPLIT": self.splits > 1, "ADD": add,
+                          "ROWS": cut.rows, "COLUMNS": cut.columns, "TOKENS": cut.tokens, "GROUP": cut.group}
+        self.beside_means = {**self.constants, "MEANS": MEANS}
+        self.options = {"num_warps": cut.warps, "num_stages": cut.stages}
+        # Where programs add to a tile one after the other it has to begin with zeros.
+        self.room = torch.zeros if self.splits > 1 else torch.empty
+
+    def launch(self, grad_output: Tensor, x: Tensor, strides: tuple[int, int], votes: Tensor,
+               means: Sequence[MeanSquare]) -> None:
+        """(groups · rows, tokens), (groups · columns, tokens) -> (groups · rows, columns) in `votes`, and the means beside.
+        `strides`: from a feature to the next."""
+        numbers = *self.sizes, *strides, self.steps
+        if len(means) == 2 and means[0].squares.shape[0] and means[1].squares.shape[0]:
+            (of_x, x_features), (of_grad, grad_features) = map(_mean_arguments, means)
+            programs = self.tiles - (-x_features // MEANS) - (-grad_features // MEANS)
+            _launch_votes((self, x_features, grad_features, strides), (programs, self.splits, self.groups),
+                          (grad_output, x, votes, *numbers, *of_x, x_features, *of_grad, grad_features), self.beside_means,
+                          **self.options)
+            return
+        for one in means:
+            take_mean(*one)
+        _launch_votes((self, strides), (self.tiles, self.splits, self.groups),
+                      (grad_output, x, votes, *numbers, *(votes, votes, 0, 1, 0, 1) * 2), self.constants, **self.options)
+
+
+def _mean_arguments(one: MeanSquare) -> tuple[tuple[Any, ...], int]:
+    squares, tokens, mean, add = one
+    runs, features = squares.shape
+    if mean.shape[0] != features or mean.dtype is not torch.float32 or mean.device != squares.device:
+        checks.check_tensor("the mean squares", mean, (features,), torch.float32, squares.device)
+    return (squares, mean, runs, tokens or 1, int(add)), features
 
 
 _products: dict[Hashable, _Product] = {}
@@ -150,16 +185,18 @@ def votes_product(grad_output: Tensor, x: Tensor, into: Tensor | None = None, me
                 return NotImplemented
         if not checks.are_int8(grad_output, x):
             return NotImplemented
-        product = _products[kind] = _product_of((rows, columns, tokens), 1, torch.int32 if into is None else into.dtype,
-                                                into is not None)
-    if not grad_output.numel() or not x.numel():
+        product = _products[kind] = _Product((rows, columns, tokens), 1, torch.int32 if into is None else into.dtype,
+                                             into is not None)
+    if not (product.sizes[0] and product.sizes[1] and product.sizes[2]):
         for one in means:
             take_mean(*one)
         return into if into is not None else torch.zeros(product.sizes[:2], dtype=torch.int32, device=x.device)
-    votes = into
-    if votes is None:
-        votes = (torch.zeros if product.splits > 1 else torch.empty)(product.sizes[:2], dtype=torch.int32, device=x.device)
-    _multiply(features_first(grad_output), features_first(x), votes, product, 1, kind, means)
+    votes = product.room(product.sizes[:2], dtype=torch.int32, device=x.device) if into is None else into
+    (one, of_grad), (other, of_x) = grad_output.stride(), x.stride()
+    if one != 1 or other != 1:  # else they lie feature by feature as they are
+        grad_output, x = features_first(grad_output), features_first(x)
+        of_grad, of_x = grad_output.stride(0), x.stride(0)
+    product.launch(grad_output, x, (of_grad, of_x), votes, means)
     return votes
 
 
@@ -178,9 +215,11 @@ def grouped_votes_product(grad_output: Tensor, x: Tensor, dtype: torch.dtype) ->
         by_feature = q.transpose(1, 2)
         return features_first(by_feature.reshape(-1, by_feature.shape[2]).t())
 
-    product = _product_of((rows, columns, tokens), groups, dtype, False)
-    votes = (torch.zeros if product.splits > 1 else torch.empty)(groups, rows, columns, dtype=dtype, device=x.device)
-    _multiply(all_rows(grad_output), all_rows(x), votes, product, groups, (grad_output.shape, columns, dtype), ())
+    kind = grad_output.shape, columns, dtype, x.device
+    product = _products.setdefault(kind, _Product((rows, columns, tokens), groups, dtype, False))
+    votes = product.room((groups, rows, columns), dtype=dtype, device=x.device)
+    grad_output, x = all_rows(grad_output), all_rows(x)
+    product.launch(grad_output, x, (grad_output.stride(0), x.stride(0)), votes, ())
     return votes
 
 
@@ -189,44 +228,6 @@ def features_first(q: Tensor) -> Tensor:  # (n, features)
     of what does."""
     by_feature = q.t()
     return by_feature if by_feature.stride(1) == 1 or by_feature.shape[1] == 1 else by_feature.contiguous()
-
-
-def _product_of(sizes: tuple[int, int, int], groups: int, dtype: torch.dtype, add: bool) -> _Product:
-    rows, columns, tokens = sizes
-    cut = cut_for(rows, columns, tokens)
-    tiles = triton.cdiv(rows, cut.rows) * triton.cdiv(columns, cut.columns)
-    # Few tiles leave most of the GPU idle: share the tokens out, too.
-    splits = max(1, min(cut.programs // max(tiles * groups, 1), tokens // LEAST_TOKENS_A_SPLIT))
-    if dtype is torch.int64:  # then an int32 might not hold the sum of all
-        splits = max(splits, triton.cdiv(tokens, MOST_TOKENS_A_SPLIT))
-    steps = max(1, triton.cdiv(tokens, splits * cut.tokens))  # of a program's loop
-    splits = triton.cdiv(tokens, steps * cut.tokens)
-    return _Product(sizes, tiles, splits, steps,
-                    {"EVEN": tokens % cut.tokens == 0, "SPLIT": splits > 1, "ADD": add, "ROWS": cut.rows,
-                     "COLUMNS": cut.columns, "TOKENS": cut.tokens, "GROUP": cut.group},
-                    {"num_warps": cut.warps, "num_stages": cut.stages})
-
-
-def _multiply(grad_output: Tensor, x: Tensor, votes: Tensor, product: _Product, groups: int, kind: Hashable,
-              means: Sequence[MeanSquare]) -> None:
-    """(groups · rows, tokens), (groups · columns, tokens) -> (groups · rows, columns) in `votes`, and the means beside."""
-    together = len(means) == 2 and bool(means[0].squares.shape[0] and means[1].squares.shape[0])
-    for one in () if together else means:
-        take_mean(*one)
-    programs, of_means = product.tiles, (votes, votes, 0, 1, 0, 1) * 2
-    if together:
-        of_means = (*_mean_arguments(means[0]), *_mean_arguments(means[1]))
-        programs += -(-of_means[5] // MEANS) - (-of_means[11] // MEANS)
-    strides = grad_output.stride(0), x.stride(0)
-    _launch_votes((kind, together, of_means[5], of_means[11], strides), (programs, product.splits, groups),
-                  (grad_output, x, votes, *product.sizes, *strides, product.steps, *of_means),
-                  {"MEANS": MEANS if together else 0, **product.constants}, **product.options)
-
-
-def _mean_arguments(one: MeanSquare) -> tuple[Any, ...]:
-    (runs, features), mean = one.squares.shape, one.mean
-    checks.check_tensor("the mean squares", mean, (features,), torch.float32, one.squares.device)
-    return one.squares, mean, runs, max(one.tokens, 1), int(one.add), features
 
 
 @triton.jit(do_not_specialize=["pieces_a_split"])
