@@ -33,6 +33,7 @@ from gft.distributed import (
 )
 from gft.errors import UsageError, UsageTypeError
 from gft.layers import QuantLayer, layer_of
+from gft.replay import StepGraph
 from gft.rules import Part, Rounding, Rule, TopK, WeightStep
 from gft.rules.orthogonalize import BOUND
 from gft.settings import check_choice
@@ -91,6 +92,7 @@ class GFT(Optimizer):
         self._process_group, self.ranks = process_group, ranks_of(process_group)
         self._accumulators: dict[Tensor, VoteAccumulator] = {}  # the votes on each weight, which its layer owns
         self._parts: dict[Tensor, Part] = {}  # of the weights whose rows ranks share out: which are this one's
+        self._graph = StepGraph()
         super().__init__(params, {"lr": lr, "rule": rule, "vote": vote, "seed": seed, "in_backward": in_backward, "step": 0,
                                   "wire": "int32"})
 
@@ -226,6 +228,11 @@ class GFT(Optimizer):
                 loss = closure()
         self.check()
         self._all_reduce_votes()
+        self._graph.take(self._take_step, list(self._accumulators.values()), self.param_groups)
+        self._report_not_finite()
+        return loss
+
+    def _take_step(self) -> None:
         for group in self.param_groups:
             accumulators = [self._accumulators[weight] for weight in group["params"]]
             self._move([weight for weight in group["params"] if self._accumulators[weight].votes is not None], group)
@@ -236,13 +243,11 @@ class GFT(Optimizer):
                 self.state[weight].update({name: scale for name, scale in kept.items() if scale is not None})
             self._count_flips(group)
             self._advance(group)
-        self._report_not_finite()
-        return loss
 
     def _move(self, weights: Sequence[Tensor], group: Mapping[str, Any], call: int = 0, bound: int | None = None) -> None:
         """Move some weights of a group by their votes, which are none where backward has done it, those on one device
         together."""
-        rule, lr = group["rule"], group["lr"]
+        rule = group["rule"]
         votes: list[Any] = [self._accumulators[weight].votes for weight in weights]
         if rule.orthogonalize:
             bound, votes = BOUND, self._orthogonalized(weights, votes)
@@ -255,9 +260,7 @@ class GFT(Optimizer):
                                     layer.scale_number(), key, one.second_moment, layer.fan_in, part)
                 by_device.setdefault(weight.stored.device, []).append((one, weight))
         for device, some in by_device.items():
-            # As a tensor only where a GPU reads it itself.
-            rate = lr if isinstance(lr, Tensor) and lr.is_cuda and device.type == "cuda" else float(lr)
-            results = rule.step([weight for _, weight in some], rate)
+            results = rule.step([weight for _, weight in some], self._graph.rate(group, device))
             for (one, _), (flips, second_moment) in zip(some, results, strict=True):
                 if flips is not None:
                     one.flips = flips if one.flips is None else one.flips + flips
@@ -418,7 +421,7 @@ class GFT(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # also the last act of load_state_dict
-        self._accumulators, self._parts = {}, {}
+        self._accumulators, self._parts, self._graph = {}, {}, StepGraph()
         self.ranks = ranks_of(self._process_group)
         for group in self.param_groups:
             group.setdefault("wire", self.defaults["wire"])  # of a time when there was no choice

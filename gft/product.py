@@ -139,10 +139,13 @@ class Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         stored, kept, squares, log_gain = ctx.saved_tensors
-        with torch.no_grad():
-            both = backward(ctx.layer, grads[0], (stored, kept, squares), log_gain, ctx.x_shape, ctx.needs_input_grad[0])
-        if torch.is_grad_enabled():  # create_graph=True
-            both = tuple(None if grad is None else Once.apply(grad, grads[0]) for grad in both)
+        arguments = ctx.layer, grads[0], (stored, kept, squares), log_gain, ctx.x_shape, ctx.needs_input_grad[0]
+        if not torch.is_grad_enabled():
+            grad_input, grad_gain = backward(*arguments)
+            return grad_input, None, None, grad_gain, None
+        with torch.no_grad():  # create_graph=True
+            both = backward(*arguments)
+        both = tuple(None if grad is None else Once.apply(grad, grads[0]) for grad in both)
         return both[0], None, None, both[1], None
 
 

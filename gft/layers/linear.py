@@ -56,7 +56,9 @@ class QuantLinear(QuantLayer):
         return give_back(self, linear)
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.linear(x, weight) if x.is_cuda or exporting() else ops.multiply(x, weight.t())
+        if exporting() or torch.compiler.is_compiling():
+            return F.linear(x, weight)
+        return ops.multiply(x, weight.t())
 
     def check_input(self, x: Tensor) -> None:
         if x.shape[-1] != self.columns:

@@ -14,6 +14,7 @@ from gft.storage import Storage
 EXACT_IN_FLOAT32 = 2**24 // 128**2  # tokens whose products of int8 a float32 sum holds
 EXACT_IN_INT32 = 2**31 // 128**2 - 16  # likewise; where a kernel likes to begin
 FEW_ROWS = 16  # of x, for which a product takes as long as reading the weight does (triton/decode.py)
+_unsafe_view = torch.ops.aten._unsafe_view.default  # as torch.matmul does: a result that may be changed in place
 SEQUENCES_SCRATCH = 1 << 26  # votes of single sequences held at once
 
 
@@ -123,6 +124,9 @@ def _cpu_multiplies_bfloat16() -> bool:
 def multiply(x: Tensor,  # (..., k)
              matrix: Tensor) -> Tensor:  # (k, m) -> (..., m)
     """x · matrix."""
+    if x.is_cuda:  # torch.matmul would find out as much, and takes the host twice as long
+        y = torch.mm(x.reshape(-1, x.shape[-1]), matrix)
+        return y if x.dim() == 2 else _unsafe_view(y, (*x.shape[:-1], y.shape[1]))
     if x.dtype is torch.bfloat16 and x.device.type == "cpu" and not _cpu_multiplies_bfloat16():
         # Torch's own product would fail inside, warn, and leave oneDNN for good, also for float32.
         with torch.autocast("cpu", enabled=False):

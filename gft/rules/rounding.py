@@ -92,6 +92,11 @@ class Rounding(Rule):
         return replace(storage, inertia=self.follow < FOLLOW_ALL)
 
     @property
+    def replays(self) -> bool:
+        """Orthogonalizing takes scratch of the votes' own size, which a recorded step would keep for itself."""
+        return not self.orthogonalize
+
+    @property
     def follow(self) -> int:
         """The chance of a level to follow, in 1/256, and never none."""
         inertia = INERTIA if self.inertia is None else self.inertia

@@ -23,7 +23,7 @@ FLOORS = [
     {"files", "philox", "storage", "settings"},
     {"ops", "initialize"},
     {"votes"},
-    {"rules"},
+    {"rules", "replay"},
     {"product", "distributed"},
     {"sharding"},
     {"layers"},

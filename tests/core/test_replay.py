@@ -1,0 +1,118 @@
+"""replay.py: a step of the optimizer that is replayed is the same step."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gft
+from gft import replay
+
+
+class Loop:
+    """A small network that is trained on batches of its own."""
+
+    def __init__(self, replays: bool, bits: int = 4, device: str = "cuda", **settings) -> None:
+        torch.manual_seed(0)
+        body = nn.Sequential(nn.Linear(24, 72), nn.ReLU(), nn.Linear(72, 72), nn.ReLU(), nn.Linear(72, 5))
+        self.model = gft.quantize_(body, bits).to(device)
+        self.optimizer = gft.GFT(gft.quantized(self.model), **{"lr": 0.3, "seed": 3, **settings})
+        self.dense = torch.optim.SGD(gft.dense(self.model), lr=0.01)
+        self.device, self.replays = device, replays
+
+    def batch(self, number: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        draw = torch.Generator().manual_seed(number)
+        x, y = torch.randn(size, 24, generator=draw), torch.randint(5, (size,), generator=draw)
+        return x.to(self.device), y.to(self.device)
+
+    def step(self, number: int, size: int = 64, micro_batches: int = 1) -> None:
+        self.optimizer.zero_grad(); self.dense.zero_grad()
+        for micro_batch in range(micro_batches):
+            x, y = self.batch(100 * number + micro_batch, size)
+            F.cross_entropy(self.model(x), y).backward()
+        if not self.replays:
+            self.optimizer._graph._recordings = replay.MOST_RECORDINGS
+        self.optimizer.step(); self.dense.step()
+
+    @property
+    def recordings(self) -> int:
+        return self.optimizer._graph._recordings
+
+    def end(self) -> list[torch.Tensor]:
+        state = [value for weight in gft.quantized(self.model) for _, value in sorted(self.optimizer.state[weight].items())]
+        return [torch.as_tensor(one).clone().cpu() for one in (*self.model.state_dict().values(), *state)]
+
+
+def assert_same(one: Loop, other: Loop) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(one.end(), other.end(), strict=True))
+    assert one.optimizer.flips() == other.optimizer.flips() > 0
+
+
+def test_on_a_cpu_nothing_is_recorded():
+    loop = Loop(True, device="cpu")
+    for number in range(4):
+        loop.step(number)
+    assert loop.recordings == 0
+
+
+@pytest.fixture
+def pair(request):
+    """A loop that replays its steps, and one that takes them."""
+    return tuple(Loop(replays, **getattr(request, "param", {})) for replays in (True, False))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pair", [{}, {"bits": 2}, {"vote": gft.Sign()}], ids=str, indirect=True)
+def test_replayed_steps_are_the_steps(pair, monkeypatch):
+    for loop in pair:
+        for number in range(12):
+            loop.optimizer.param_groups[0]["lr"] = 0.3 / (number + 1)
+            loop.step(number)
+    assert pair[0].recordings == 1
+    assert_same(*pair)
+
+
+@pytest.mark.gpu
+def test_python_takes_no_part_in_a_replayed_step(monkeypatch):
+    loop = Loop(True)
+    for number in range(6):
+        loop.step(number)
+    monkeypatch.setattr(gft.GFT, "_take_step", None)
+    loop.step(6)
+    assert int(loop.optimizer.param_groups[0]["step"]) == 7
+
+
+@pytest.mark.gpu
+def test_other_batches_are_not_replayed_by_the_old_ones(pair):
+    for loop in pair:
+        for number, (size, micro_batches) in enumerate([(64, 1)] * 5 + [(32, 1)] * 2 + [(64, 2)] * 3 + [(64, 1)] * 2):
+            loop.step(number, size, micro_batches)
+    assert_same(*pair)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("change", ["rule", "seed", "scale", "state_dict"])
+def test_what_changes_between_steps_counts_from_the_next_on(pair, change):
+    for loop in pair:
+        for number in range(5):
+            loop.step(number)
+        if change == "scale":
+            loop.model[0].scale.mul_(1.5)
+        elif change == "state_dict":
+            loop.optimizer.load_state_dict(loop.optimizer.state_dict())
+        else:
+            loop.optimizer.param_groups[0][change] = gft.Rounding(inertia=0.5) if change == "rule" else 11
+        for number in range(5, 10):
+            loop.step(number)
+    assert_same(*pair)
+
+
+@pytest.mark.gpu
+def test_a_backward_through_weights_that_a_replay_has_moved_is_refused():
+    loop = Loop(True)
+    for number in range(6):
+        loop.step(number)
+    loss = loop.model(loop.batch(0, 64)[0]).sum()
+    loop.step(6)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
