@@ -7,6 +7,9 @@ same on the CPU, on a GPU and in Triton, whatever was drawn before it, and torch
     four 32-bit words -> eight 16-bit numbers for elements 8·c .. 8·c+7, low half of a word first
 
 16 bits are enough to choose between two neighbouring levels: chances are resolved to 1/65536.
+
+x and grad_output, of which there is far more, get by with less (`noise8`): seven rounds, the fewest that pass all tests of
+the paper, and 8 bits each. bfloat16 has no more, and what they are rounded to is 1/8 of their rms.
 """
 
 from dataclasses import dataclass
@@ -16,7 +19,8 @@ from torch import Tensor
 
 from gft.errors import UsageError
 
-ROUNDS = 10
+ROUNDS = 10  # for the moves of weights
+VOTE_ROUNDS = 7  # for x and grad_output
 MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
 WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
 LOW = 0xFFFFFFFF
@@ -49,15 +53,16 @@ class NoiseKey:
 
 
 def philox(counter: tuple[Tensor, Tensor | int, Tensor, Tensor | int],
-           key: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox-4x32-10 on int64 tensors that hold 32-bit words.
+           key: tuple[int, int],
+           rounds: int = ROUNDS) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox-4x32 on int64 tensors that hold 32-bit words.
 
     A 32 x 32 -> 64-bit product wraps round in int64, but its bits are right: the high word is (p >> 32) & LOW.
     """
     c0, c2 = counter[0], counter[2]
     c1, c3 = (word if isinstance(word, Tensor) else torch.full_like(c0, word) for word in (counter[1], counter[3]))
     k0, k1 = key
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         p0, p1 = c0 * MULTIPLIER_0, c2 * MULTIPLIER_1
         # In place, and c1 and c3 keep bits above the 32nd for now: this loop is what a step on the CPU waits for.
         c0 = (p1 >> 32).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(LOW)
@@ -67,11 +72,11 @@ def philox(counter: tuple[Tensor, Tensor | int, Tensor, Tensor | int],
     return c0, c1 & LOW, c2, c3 & LOW
 
 
-def _noise_of_counters(first: int, count: int, key: NoiseKey, device: torch.device) -> Tensor:
+def _noise_of_counters(first: int, count: int, key: NoiseKey, device: torch.device, rounds: int) -> Tensor:
     c0 = torch.arange(first, first + count, dtype=torch.int64, device=device)
     # c2 takes part in a product, so it must be a tensor: Python integers would not wrap.
     c2 = torch.zeros_like(c0) + key.step
-    w0, w1, w2, w3 = philox((c0, key.call, c2, key.stream), (key.seed & LOW, key.seed >> 32))
+    w0, w1, w2, w3 = philox((c0, key.call, c2, key.stream), (key.seed & LOW, key.seed >> 32), rounds)
     # Two words side by side in an int64 are four 16-bit numbers in the order we want them (on a little-endian machine).
     pairs = torch.stack((w0.bitwise_or_(w1 << 32), w2.bitwise_or_(w3 << 32)), dim=1)
     return pairs.view(torch.int16).to(torch.int32).bitwise_and_(0xFFFF).view(-1)
@@ -80,7 +85,8 @@ def _noise_of_counters(first: int, count: int, key: NoiseKey, device: torch.devi
 def noise16(count: int,  # how many numbers
             key: NoiseKey,
             offset: int = 0,  # element the first number belongs to
-            device: torch.device | str = "cpu") -> Tensor:  # (count,) int32 in 0..65535
+            device: torch.device | str = "cpu",
+            rounds: int = ROUNDS) -> Tensor:  # (count,) int32 in 0..65535
     """The 16-bit numbers of elements offset .. offset+count-1."""
     device, offset = torch.device(device), key.first + offset
     first = offset // PER_COUNTER
@@ -88,9 +94,16 @@ def noise16(count: int,  # how many numbers
     if last > 2**32:
         raise UsageError(f"{offset + count} elements in one tensor: random numbers are counted up to 2^35; split the tensor")
     at_once = CPU_COUNTERS_AT_ONCE if device.type == "cpu" else last - first or 1
-    pieces = [_noise_of_counters(start, min(at_once, last - start), key, device) for start in range(first, last, at_once)]
+    pieces = [_noise_of_counters(start, min(at_once, last - start), key, device, rounds)
+              for start in range(first, last, at_once)]
     if not pieces:
         return torch.empty(0, dtype=torch.int32, device=device)
     numbers = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     lead = offset - first * PER_COUNTER
     return numbers[lead : lead + count]
+
+
+def noise8(rows: int, columns: int, key: NoiseKey, device: torch.device | str = "cpu") -> Tensor:  # int32 in 0..255
+    """Noise for x or grad_output, (tokens, features): two tokens share a 16-bit number, the first has its low byte."""
+    pairs = noise16(-(-rows // 2) * columns, key, device=device, rounds=VOTE_ROUNDS).view(-1, 1, columns)
+    return torch.cat((pairs & 0xFF, pairs >> 8), 1).view(-1, columns)[:rows]

@@ -27,11 +27,11 @@ def clip(a: Any, low: Any, high: Any) -> Any:
 # ---------------------------------------------------------------------------------------------------- random numbers
 
 
-def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Philox-4x32-10, from Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"."""
+def philox(counter: tuple[int, int, int, int], key: tuple[int, int], rounds: int = 10) -> tuple[int, int, int, int]:
+    """Philox-4x32, from Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    for _ in range(10):
+    for _ in range(rounds):
         high0, low0 = divmod(0xD2511F53 * c0, 2**32)
         high1, low1 = divmod(0xCD9E8D57 * c2, 2**32)
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
@@ -39,11 +39,17 @@ def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[in
     return c0, c1, c2, c3
 
 
-def noise16(element: int, *, seed: int, step: int, stream: int, call: int = 0) -> int:
+def noise16(element: int, *, seed: int, step: int, stream: int, call: int = 0, rounds: int = 10) -> int:
     """The 16-bit number of one element."""
-    words = philox((element // 8, call, step, stream), (seed % 2**32, seed // 2**32))
+    words = philox((element // 8, call, step, stream), (seed % 2**32, seed // 2**32), rounds)
     word = words[element % 8 // 2]
     return word // 2**16 if element % 2 else word % 2**16
+
+
+def noise8(token: int, feature: int, features: int, *, seed: int, step: int, stream: int, call: int = 0) -> int:
+    """The 8-bit number of one element of x or grad_output: two tokens share a 16-bit one."""
+    both = noise16(token // 2 * features + feature, seed=seed, step=step, stream=stream, call=call, rounds=7)
+    return both // 2**8 if token % 2 else both % 2**8
 
 
 # ---------------------------------------------------------------------------------------------------- storage

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gft.ops.operation import operation
-from gft.philox import NoiseKey, noise16
+from gft.philox import NoiseKey, noise8
 
 LARGEST_SQUARED = 1e15  # beyond it a value counts as this much in the mean square, which must fit float32
 
@@ -43,7 +43,7 @@ def quantize(values: Tensor,  # (n, features) float
     top = largest * 65536
     # Fixed point with 16 fraction bits: one rounding of one product, then integers only (no add a GPU could fuse).
     fixed = (kept.float() * factors).clamp_(-top, top).to(torch.int32)
-    noise = noise16(values.numel(), key, device=values.device).view_as(fixed)
+    noise = noise8(*values.shape, key, values.device).mul_(256).add_(128)  # the middle of what 8 bits stand for: unbiased
     return Quantized(fixed.add_(noise).bitwise_right_shift_(16).to(torch.int8), _squares(values).sum(0, keepdim=True))
 
 

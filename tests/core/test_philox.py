@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gft import reference
-from gft.philox import CPU_COUNTERS_AT_ONCE, PER_COUNTER, NoiseKey, noise16, philox
+from gft.philox import CPU_COUNTERS_AT_ONCE, PER_COUNTER, NoiseKey, noise8, noise16, philox
 
 # Random123 1.14, kat_vectors: philox4x32 10.
 KNOWN = [
@@ -39,6 +39,23 @@ def test_noise16_equals_the_reference(seed, step, stream, call, offset, count):
     assert numbers.dtype == torch.int32
     assert numbers.tolist() == [reference.noise16(element, seed=seed, step=step, stream=stream, call=call)
                                 for element in range(offset, offset + count)]
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (4, 8), (7, 13), (2, 40)])
+def test_noise8_equals_the_reference(rows, columns):
+    key = {"seed": 2**40 + 3, "step": 5, "stream": 7, "call": 2}
+    assert noise8(rows, columns, NoiseKey(**key)).tolist() == [
+        [reference.noise8(token, feature, columns, **key) for feature in range(columns)] for token in range(rows)]
+
+
+def test_noise8_takes_all_values_equally_often_and_tells_tokens_apart():
+    numbers = noise8(1024, 512, KEY)
+    counts = torch.bincount(numbers.flatten(), minlength=256).double()
+    assert len(counts) == 256
+    assert ((counts - 2048) ** 2 / 2048).sum() < 350  # chi-squared of 255 degrees of freedom: beyond it once in 10,000
+    centred = numbers.double() - 127.5
+    for one, other in ((centred[0::2], centred[1::2]), (centred[:, :-1], centred[:, 1:]), (centred[1:-1:2], centred[2::2])):
+        assert abs((one * other).mean()) < 5 * 73.9**2 / one.numel() ** 0.5
 
 
 def test_noise16_with_an_offset_is_a_slice_of_the_whole():

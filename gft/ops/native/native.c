@@ -71,9 +71,10 @@ static inline float within(float a, float most) {
 
 /* ------------------------------------------------------------------------------------------------ activations.quantize */
 
-/* Part of a row. Squares are added by feature. Returns how many values are not finite. */
+/* Part of a row, whose noise is one byte of each number, above `shift` bits. Squares are added by feature. Returns how many
+ * values are not finite. */
 static inline int32_t quantize_part(const float *restrict values, const float *restrict factor, const uint16_t *restrict noise,
-                                    int8_t *restrict q, double *restrict squares, int count, float top,
+                                    int shift, int8_t *restrict q, double *restrict squares, int count, float top,
                                     float largest_squared) {
     int32_t wrong = 0;
     for (int i = 0; i < count; i++) {
@@ -82,7 +83,8 @@ static inline int32_t quantize_part(const float *restrict values, const float *r
         int32_t finite = (bits & 0x7F800000u) != 0x7F800000u;
         wrong += !finite;
         float v = finite ? values[i] : 0.0f;
-        q[i] = (int8_t)(((int32_t)within(v * factor[i], top) + (int32_t)noise[i]) >> 16);
+        int32_t chance = (noise[i] >> shift & 255) << 8 | 128;
+        q[i] = (int8_t)(((int32_t)within(v * factor[i], top) + chance) >> 16);
         double bounded = within(v, largest_squared);
         squares[i] += bounded * bounded;
     }
@@ -94,18 +96,20 @@ static inline int32_t quantize_part(const float *restrict values, const float *r
 int64_t gft_quantize(const float *values, const float *factor, int8_t *out, double *squares, int64_t from, int64_t to,
                      int64_t features, int64_t piece, float top, float largest_squared, NoiseKey key) {
     _Alignas(64) uint16_t room[ROOM];
-    int64_t not_finite = 0, at_once = features < BLOCK ? BLOCK / features : 1; /* rows whose noise is drawn together */
-    for (int64_t row = from; row < to; row += at_once) {
-        int some = at_most(to - row, (int)at_once);
+    int64_t not_finite = 0, at_once = features < BLOCK ? BLOCK / features : 1; /* pairs of rows, which share their noise */
+    for (int64_t row = from; row < to;) {
+        int64_t pair = row / 2, end = 2 * (pair + at_once) < to ? 2 * (pair + at_once) : to;
+        int pairs = (int)((end - 1) / 2 - pair + 1);
         for (int64_t start = 0; start < features; start += BLOCK) {
             int count = at_most(features - start, BLOCK);
-            const uint16_t *noise = noise_of(room, row * features + start, some * count, key);
-            for (int r = 0; r < some; r++) {
-                int64_t at = (row + r) * features + start;
-                not_finite += quantize_part(values + at, factor + start, noise + r * count, out + at,
-                                            squares + (row + r) / piece * features + start, count, top, largest_squared);
+            const uint16_t *noise = noise_of(room, pair * features + start, pairs * count, key, VOTE_ROUNDS);
+            for (int64_t r = row; r < end; r++) {
+                int64_t at = r * features + start;
+                not_finite += quantize_part(values + at, factor + start, noise + (r / 2 - pair) * count, r % 2 ? 8 : 0,
+                                            out + at, squares + r / piece * features + start, count, top, largest_squared);
             }
         }
+        row = end;
     }
     return not_finite;
 }
@@ -375,7 +379,7 @@ static int64_t moved(uint8_t *stored, const void *votes, int wide, int64_t colum
             uint8_t *bytes = stored + row * bytes_per_row + start * storage.field_bits / 8;
             const int32_t *narrow = wide ? 0 : (const int32_t *)votes + at;
             const int64_t *broad = wide ? (const int64_t *)votes + at : 0;
-            const uint16_t *noise = noise_of(room, at, count, key);
+            const uint16_t *noise = noise_of(room, at, count, key, ROUNDS);
             if (rounding)
                 rounded_moves(move, narrow, broad, count, noise, rounding->row[row], rounding->column + start, cap,
                               dead_zone);

@@ -1,9 +1,10 @@
-/* Random numbers: philox.noise16, several counters side by side.
+/* Random numbers: philox.noise16 and its kin of fewer rounds, several counters side by side.
  *
  * A round is two products of 32 by 32 bits, of which both halves are used. Vectors of x86 multiply the low halves of 64-bit
  * lanes, those of ARM all lanes of half a vector: so a counter's words lie in 64-bit lanes there, and in 32-bit lanes here.
  */
-#define ROUNDS 10
+#define ROUNDS 10 /* for the moves of weights */
+#define VOTE_ROUNDS 7 /* for x and grad_output */
 #define MULTIPLIER_0 0xD2511F53u
 #define MULTIPLIER_1 0xCD9E8D57u
 #define WEYL_0 0x9E3779B9u
@@ -31,7 +32,7 @@ static inline void write_counters(uint16_t *out, uint32x4_t c0, uint32x4_t c1, u
 }
 
 /* 16-bit noise of `count` counters from `first` on, eight numbers each, and up to LANES - 1 counters more. */
-static void noise_of_counters(uint16_t *out, uint64_t first, int count, NoiseKey key) {
+static inline void noise_of_counters(uint16_t *out, uint64_t first, int count, NoiseKey key, int rounds) {
     const uint32x4_t zero_to_three = {0, 1, 2, 3};
     for (int start = 0; start < count; start += LANES) {
         uint32x4_t c0[VECTORS], c1[VECTORS], c2[VECTORS], c3[VECTORS];
@@ -42,7 +43,7 @@ static void noise_of_counters(uint16_t *out, uint64_t first, int count, NoiseKey
             c2[v] = vdupq_n_u32(key.step);
             c3[v] = vdupq_n_u32(key.stream);
         }
-        for (int round = 0; round < ROUNDS; round++) {
+        for (int round = 0; round < rounds; round++) {
             for (int v = 0; v < VECTORS; v++) {
                 uint32x4_t front_0 = front_times(c0[v], MULTIPLIER_0), back_0 = back_times(c0[v], MULTIPLIER_0);
                 uint32x4_t front_1 = front_times(c2[v], MULTIPLIER_1), back_1 = back_times(c2[v], MULTIPLIER_1);
@@ -83,13 +84,13 @@ static inline Words times(Words words, uint32_t by) {
 static inline Words joined(Words low, Words high) { return (low & all(0xFFFFFFFFu)) | high << 32; }
 
 /* 16-bit noise of `count` counters from `first` on, eight numbers each, and up to LANES - 1 counters more. */
-static void noise_of_counters(uint16_t *out, uint64_t first, int count, NoiseKey key) {
+static inline void noise_of_counters(uint16_t *out, uint64_t first, int count, NoiseKey key, int rounds) {
     Words counter = all(first);
     for (int i = 0; i < LANES; i++) counter[i] += (uint64_t)i;
     for (int start = 0; start < count; start += LANES, counter += all(LANES)) {
         Words c0 = counter, c1 = all(key.call), c2 = all(key.step), c3 = all(key.stream);
         uint32_t k0 = (uint32_t)key.seed, k1 = (uint32_t)(key.seed >> 32);
-        for (int round = 0; round < ROUNDS; round++) {
+        for (int round = 0; round < rounds; round++) {
             Words p0 = times(c0, MULTIPLIER_0), p1 = times(c2, MULTIPLIER_1);
             c0 = p1 >> 32 ^ c1 ^ all(k0);
             c2 = p0 >> 32 ^ c3 ^ all(k1);
@@ -112,9 +113,9 @@ static void noise_of_counters(uint16_t *out, uint64_t first, int count, NoiseKey
 enum { ROOM = BLOCK + 16 + 8 * LANES }; /* elements: a block's noise begins and ends within a counter, in whole vectors */
 
 /* Noise of `count` elements from `first` on, at most BLOCK of them; `room` holds ROOM. Returns where it begins. */
-static const uint16_t *noise_of(uint16_t *room, int64_t first, int count, NoiseKey key) {
+static inline const uint16_t *noise_of(uint16_t *room, int64_t first, int count, NoiseKey key, int rounds) {
     first += (int64_t)key.first;
     int lead = (int)(first % 8);
-    noise_of_counters(room, (uint64_t)(first / 8), (lead + count + 7) / 8, key);
+    noise_of_counters(room, (uint64_t)(first / 8), (lead + count + 7) / 8, key, rounds);
     return room + lead;
 }

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gft import philox
 from gft.ops import checks
 from gft.ops.activations import LARGEST_SQUARED, Quantized
 from gft.ops.triton.grids import spread, spread_block
@@ -20,6 +21,7 @@ from gft.philox import NoiseKey
 LANES, RUN, FEATURES, WARPS = 8, 8, 64, 2
 MOST_REGISTERS = 96  # a thread
 CAREFUL = tl.constexpr(16)  # tokens at once where care is needed
+VOTE_ROUNDS = tl.constexpr(philox.VOTE_ROUNDS)
 
 
 @triton.jit
@@ -34,17 +36,22 @@ def _rounded(value, factor, noise, SIGN: tl.constexpr, TOP: tl.constexpr):
 def _four_tokens(source, factor, counter, total, features, seed, step, noise_stream, call,
                  SIGN: tl.constexpr, TOP: tl.constexpr):
     """The q of four tokens, in the bytes of one word, and the sum of squares so far. `source`: (n,) pointers to the first
-    of eight features."""
+    of eight features; `counter`: of the first two tokens' noise there."""
     word = tl.zeros((source.shape[0], 8), tl.uint32)
-    for token in tl.static_range(4):
-        value = load_eights(source + token * features).to(tl.float32)
+    for pair in tl.static_range(2):
         noise = 0
         if not SIGN:
-            noise = noise16_by_eights(counter + token * (features // 8), seed, step, noise_stream, call)
-            noise = tl.reshape(noise, value.shape)
-        q = _rounded(value, factor, noise, SIGN, TOP).to(tl.uint32)
-        word |= (q >> 16 & 0xFF) << (8 * token)
-        total += value * value
+            noise = noise16_by_eights(counter + pair * (features // 8), seed, step, noise_stream, call, VOTE_ROUNDS)
+            noise = tl.reshape(noise, (source.shape[0], 8))
+        for one in tl.static_range(2):
+            token = 2 * pair + one
+            value = load_eights(source + token * features).to(tl.float32)
+            its_noise = 0
+            if not SIGN:
+                its_noise = noise & 0xFF00 | 128 if one else (noise & 0xFF) << 8 | 128
+            q = _rounded(value, factor, its_noise, SIGN, TOP).to(tl.uint32)
+            word |= (q >> 16 & 0xFF) << (8 * token)
+            total += value * value
     return word, total
 
 
@@ -57,11 +64,11 @@ def _whole_tile(values, factors, out, first, block, tokens, features, seed, step
     place = tl.arange(0, LANES * EIGHTHS)
     token, eighth = place // EIGHTHS * RUN, block * EIGHTHS + place % EIGHTHS
     source = values + first * features + token * features + eighth * 8
-    counter = (first * (features // 8)).to(tl.uint32) + (token * (features // 8) + eighth).to(tl.uint32)
+    counter = (first // 2 * (features // 8)).to(tl.uint32) + (token // 2 * (features // 8) + eighth).to(tl.uint32)
     factor = 0.0 if SIGN else load_eights(factors + eighth * 8)
     total = tl.zeros((LANES * EIGHTHS, 8), tl.float32)
     a, total = _four_tokens(source, factor, counter, total, features, seed, step, noise_stream, call, SIGN, TOP)
-    b, total = _four_tokens(source + 4 * features, factor, counter + features // 2, total, features,
+    b, total = _four_tokens(source + 4 * features, factor, counter + features // 4, total, features,
                             seed, step, noise_stream, call, SIGN, TOP)
     words = tl.permute(tl.reshape(tl.join(a, b), (LANES, FEATURES, RUN // 4)), (1, 0, 2))
     words = tl.reshape(words, (FEATURES, LANES * RUN // 4)).to(tl.int32, bitcast=True)
@@ -88,13 +95,15 @@ def _with_care(values, factors, out, first, block, tokens, features, largest_squ
         finite = tl.abs(value) < float("inf")  # not so for NaN
         bad += (finite == 0).to(tl.int32)
         value = tl.where(finite, value, 0.0)
-        noise = 0
+        noise = tl.zeros((CAREFUL, FEATURES), tl.int32)
+        pair = (first + row) // 2
         if BY_EIGHTS and not SIGN:
             eighth = block * (FEATURES // 8) + tl.arange(0, FEATURES // 8)
-            counter = (first + row)[:, None] * (features // 8) + eighth[None, :]
-            noise = tl.reshape(noise16_by_eights(counter, seed, step, noise_stream, call), (CAREFUL, FEATURES))
+            counter = pair[:, None] * (features // 8) + eighth[None, :]
+            noise = tl.reshape(noise16_by_eights(counter, seed, step, noise_stream, call, VOTE_ROUNDS), (CAREFUL, FEATURES))
         elif not SIGN:
-            noise = noise16((first + row)[:, None] * features + column[None, :], seed, step, noise_stream, call)
+            noise = noise16(pair[:, None] * features + column[None, :], seed, step, noise_stream, call, VOTE_ROUNDS)
+        noise = (noise >> (8 * (row % 2))[:, None] & 0xFF) << 8 | 128
         q = (_rounded(value, factor, noise, SIGN, TOP) >> 16).to(tl.int8)
         tl.store(target + row[None, :], tl.trans(q), mask=tl.trans(live))
         total += tl.minimum(value * value, largest_square)

@@ -10,10 +10,10 @@ from gft.philox import NoiseKey
 
 
 @triton.jit
-def noise16(element, seed, step, noise_stream, call):
+def noise16(element, seed, step, noise_stream, call, ROUNDS: tl.constexpr = 10):
     """philox.noise16 of each element: the half-word (element % 8) of counter element // 8."""
     # Each element draws the whole counter and keeps an eighth of it.
-    w0, w1, w2, w3 = _philox(element // 8, seed, step, noise_stream, call)
+    w0, w1, w2, w3 = _philox(element // 8, seed, step, noise_stream, call, ROUNDS)
     lane = (element % 8).to(tl.int32)
     place = lane // 2
     word = tl.where(place == 0, w0, tl.where(place == 1, w1, tl.where(place == 2, w2, w3)))
@@ -28,13 +28,13 @@ def _high_and_low(word, multiplier: tl.constexpr):
 
 
 @triton.jit
-def _philox(counter, seed, step, noise_stream, call):
+def _philox(counter, seed, step, noise_stream, call, ROUNDS: tl.constexpr):
     """philox.philox: four words a counter. tl.philox gives the same, but takes its products in two instructions each."""
     c0, zero = counter.to(tl.uint32), counter.to(tl.uint32) * 0
     c1, c2, c3 = zero + call.to(tl.uint32), zero + tl.load(step).to(tl.uint32), zero + noise_stream.to(tl.uint32)
     key = seed.to(tl.uint64)
     k0, k1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
-    for _ in tl.static_range(10):
+    for _ in tl.static_range(ROUNDS):
         high_0, low_0 = _high_and_low(c0, 0xD2511F53)
         high_1, low_1 = _high_and_low(c2, 0xCD9E8D57)
         c0, c1, c2, c3 = high_1 ^ c1 ^ k0, low_1, high_0 ^ c3 ^ k1, low_0
@@ -43,9 +43,9 @@ def _philox(counter, seed, step, noise_stream, call):
 
 
 @triton.jit
-def noise16_by_eights(counter, seed, step, noise_stream, call):
+def noise16_by_eights(counter, seed, step, noise_stream, call, ROUNDS: tl.constexpr = 10):
     """(...) counters -> (..., 2, 2, 2) noise: all eight half-words of each, counted by the last three axes."""
-    w0, w1, w2, w3 = _philox(counter, seed, step, noise_stream, call)
+    w0, w1, w2, w3 = _philox(counter, seed, step, noise_stream, call, ROUNDS)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
     return tl.join(words & 0xFFFF, words >> 16).to(tl.int32)
 
