@@ -154,8 +154,8 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> set[str]:
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.filterwarnings("error")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # by torch.compile itself, where it traces into a function
+@pytest.mark.filterwarnings("error")
 def test_a_layer_is_frozen_by_requires_grad_and_thawed(compiled):
     model = gft.quantize_(mlp(), bits=2)
     optimizer = gft.Hybrid(gft.GFT(gft.quantized(model), lr=1.0), torch.optim.AdamW(gft.dense(model), lr=0.1))
