@@ -81,7 +81,7 @@ class StepGraph:
         return graph
 
 
-def built_in(accumulators: Sequence[VoteAccumulator], groups: Sequence[dict[str, Any]]) -> Hashable:
+def built_in(accumulators: Sequence[VoteAccumulator], groups: Sequence[Mapping[str, Any]]) -> Hashable:
     """All that a recorded step takes for granted: settings, how votes were cast, and where everything lies. None where a
     step cannot be recorded."""
     device, found = None, []

@@ -30,7 +30,7 @@ class QuantConvolution(QuantLayer):
     dims: ClassVar[int]  # along how many dimensions the kernel moves
 
     # Patches repeat each input kernel-size times; this many elements of them at once bound the scratch.
-    UNFOLDED_AT_ONCE = 1 << 26
+    UNFOLDED_AT_ONCE = 1 << 27
     GROUPS_TOGETHER = 8  # so many groups or more (depthwise) are one batched product, fewer a product each
 
     def __init__(self, in_channels: int, out_channels: int, kernel_size: int | Sequence[int], bits: int = 4, *,

@@ -43,7 +43,8 @@ def quantize(values: Tensor,  # (n, features) float
     top = largest * 65536
     # Fixed point with 16 fraction bits: one rounding of one product, then integers only (no add a GPU could fuse).
     fixed = (kept.float() * factors).clamp_(-top, top).to(torch.int32)
-    noise = noise8(*values.shape, key, values.device).mul_(256).add_(128)  # the middle of what 8 bits stand for: unbiased
+    rows, columns = values.shape
+    noise = noise8(rows, columns, key, values.device).mul_(256).add_(128)  # the middle of what 8 bits stand for: unbiased
     return Quantized(fixed.add_(noise).bitwise_right_shift_(16).to(torch.int8), _squares(values).sum(0, keepdim=True))
 
 

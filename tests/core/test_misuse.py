@@ -154,7 +154,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> set[str]:
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # by torch.compile itself, where it traces into a function
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # by torch.compile, in a function it traces into
 @pytest.mark.filterwarnings("error")
 def test_a_layer_is_frozen_by_requires_grad_and_thawed(compiled):
     model = gft.quantize_(mlp(), bits=2)

@@ -7,6 +7,7 @@ import torch
 from kernel_cases import KEY, random_stored
 
 from gft import ops
+from gft.philox import NoiseKey
 from gft.storage import Storage
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # as on a GPU, and mended there, too
@@ -115,6 +116,31 @@ def test_a_weight_read_out_beside_values_is_the_same(triton_twins, shape, rows, 
         assert torch.equal(got.q.cpu(), wanted[1].q)
         torch.testing.assert_close(got.squares.sum(0).cpu(), wanted[1].squares.sum(0), rtol=1e-5, atol=0)
         assert int(bad) == 5 + int((~torch.isfinite(values)).sum())
+
+
+def test_what_was_made_ready_once_serves_again_and_other_values_are_looked_at_anew(triton_twins):
+    """On a GPU the third call and those after it launch what the first ones found; here the device counts the steps."""
+    device, storage = triton_twins.device, Storage(4)
+    stored, factors, log_gain = random_stored(storage, (33, 72)), torch.full((72,), 1e5), torch.tensor([0.02])
+    scaling = ops.Scaling(None, log_gain, 0.3, 72**0.5)
+    weight = ops.StoredWeight(stored, storage, 72, torch.float32, scaling)
+    there = ops.StoredWeight(stored.to(device), storage, 72, torch.float32, scaling._replace(log_gain=log_gain.to(device)))
+    step, bad = torch.tensor(0, device=device), torch.tensor(0, device=device)
+    run = triton_twins.preparer(there, torch.empty(144, 72, device=device), factors.to(device), 127, bad)
+    not_finite = 0
+    for number, tokens in enumerate((144, 144, 144, 80, 144, 144)):
+        step.fill_(number)
+        values = random_values((tokens, 72), torch.float32)
+        not_finite += int((~torch.isfinite(values)).sum())
+        wanted = ops.read_and_quantize.definition(weight, values, factors, 127, NoiseKey(7, number, 5, number))
+        # The fifth begins where no 16 bytes can be read at a time, the last lies the other way round.
+        lies = torch.cat([values[:1, :1].flatten(), values.flatten()]).to(device)[1:].view(tokens, 72) if number == 4 else (
+            values.to(device).t().contiguous().t() if number == 5 else values.to(device))
+        read, got = run(lies, NoiseKey(7, step, 5, number))
+        assert torch.equal(read.cpu(), wanted[0])
+        assert torch.equal(got.q.cpu(), wanted[1].q)
+        torch.testing.assert_close(got.squares.sum(0).cpu(), wanted[1].squares.sum(0), rtol=1e-5, atol=0)
+        assert int(bad) == not_finite
 
 
 @pytest.mark.gpu

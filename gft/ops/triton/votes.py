@@ -18,6 +18,7 @@ from gft.ops.triton.launch import Launcher
 
 MEANS = 128  # features whose mean square one program takes
 PROGRAMS = 264  # fill a GPU, two a multiprocessor
+MANY_TILES = 240  # of 128 × 128: then larger tiles are faster
 LEAST_TOKENS_A_SPLIT = 512  # that repay a program
 MOST_TOKENS_A_SPLIT = 1 << 16  # products of int8 whose sum int32 holds, with one step more
 
@@ -36,7 +37,7 @@ class Cut(NamedTuple):
 
 def cut_for(rows: int, columns: int, tokens: int) -> Cut:
     """Of grad_output^T · x, (rows, tokens) · (tokens, columns)."""
-    if rows * columns >= PROGRAMS * 128 * 128:
+    if rows * columns >= MANY_TILES * 128 * 128:
         return Cut(128, 128, 128, warps=4, stages=3)
     return Cut(64, 128, 128, warps=4, stages=4)
 
