@@ -120,6 +120,21 @@ def test_an_optimizer_attached_after_compiling_trains():
     assert all(not torch.equal(*pair) for pair in zip(before, gft.quantized(model), strict=True))
 
 
+def test_a_graph_follows_a_change_of_the_vote():
+    """What backward keeps of x has another shape by another vote: also of a second model that shares the code."""
+    x = torch.randn(64, 16)
+    for vote, other in ((gft.Int8(), gft.Ternary()), (gft.Sign(), gft.Int4())):
+        model = gft.quantize_(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)), bits=4)
+        run = torch.compile(model, backend="aot_eager")
+        optimizer = gft.GFT(gft.quantized(model), lr=0.8, vote=vote)
+        for one in (vote, vote, other, other):
+            optimizer.param_groups[0]["vote"] = one
+            run(x).square().mean().backward()
+            before = model[0].qweight.clone()
+            optimizer.step()
+            assert not torch.equal(before, model[0].qweight)
+
+
 def test_a_copy_in_a_graph_votes_for_itself():
     model = gft.QuantLinear(9, 6)
     twin = copy.deepcopy(model)
