@@ -158,7 +158,8 @@ BASELINE_RATES = {
     "bop": {4: 0.01, 2: 0.01},
     "dqt": {4: 2e-3, 2: 2e-3},
 }
-METHOD_ROWS = {"gft": "GFT", "ste": "STE", "signsgd": "Sign-majority SGD", "bop": "Bop", "dqt": "DQT"}
+METHOD_ROWS = {"gft": "GFT", "ste": "STE", "signsgd": "Sign-majority SGD", "bop": "Bop", "dqt": "DQT", "eco": "ECO",
+               "bitnet": "BitNet b1.58"}
 
 
 def baselines_row(method: str, bits: int) -> Recipe:
@@ -167,7 +168,7 @@ def baselines_row(method: str, bits: int) -> Recipe:
     model = Model(width=1024, norm="batch")
     if bits == 32:
         return Recipe(name="mnist-baselines-fp", table="baselines", row="AdamW, full precision", paper=None, model=model)
-    lr = 0.1 if method == "gft" else BASELINE_RATES[method][bits]
+    lr = 0.1 if method == "gft" else BASELINE_RATES.get(method, {}).get(bits, 2e-3)
     return Recipe(name=f"mnist-baselines-{method}-{bits}bit", table="baselines", row=f"{METHOD_ROWS[method]} {bits}bit",
                   paper=None, model=model, integers=Integers("hidden", bits, method=method, lr=lr))
 
