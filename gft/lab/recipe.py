@@ -167,6 +167,11 @@ class Integers:
                                  f"give {key}={'false' if getattr(self, key) is True else 'none'}")
 
 
+# The paper's own rule from its start, packed and without state, as settings of Integers (gft.PAPER).
+PAPERS_RULE: dict[str, Any] = {"memory": False, "init": "paper", "lr": 0.75, "rule": "topk", "p_min": 0.001, "vote": "sign",
+                               "vote_per": "sequence"}
+
+
 @dataclass(frozen=True)
 class Dense:
     """How every parameter that is no integer learns: arguments of AdamW."""

@@ -1,9 +1,9 @@
 """What the steps of a run take, and nothing else: evaluation, checkpoints and whoever watches are left out.
 
-    watch = Stopwatch(device)
-    watch.start()
-    ...steps...; watch.mark(20)          # twenty more steps are done, and the host has waited for them
-    watch.stop(); evaluate(); watch.start()
+    watch = Stopwatch(counters_of(device))
+    watch.start(0)
+    ...steps...; watch.mark(20)              # step 20 is done, and the host has waited for it
+    watch.stop(); evaluate(); watch.start(20)
     watch.seconds, watch.joules, watch.step_ms
 
 Joules are the machine's own counters' (energy/meter.py), gross; None where it has none, or where this process trains beside
@@ -36,18 +36,20 @@ class Stopwatch:
         self._counters, self._clock = counters, clock
         self.seconds, self.joules = seconds, joules if counters else None
         self._since = self._marked = 0.0
+        self._step = 0  # at the last start or mark
         self._first: list[float] = []
-        self._steps: list[float] = []  # milliseconds of one, in each stretch between two marks
+        self._stretches: list[tuple[int, float]] = []  # steps between a start or mark and the next mark, milliseconds of one
 
-    def start(self) -> None:
+    def start(self, step: int) -> None:
         wait_for_gpu()
         self._first = [counter.joules() for counter in self._counters]
-        self._since = self._marked = self._clock()
+        self._since, self._marked, self._step = self._clock(), self._clock(), step
 
-    def mark(self, steps: int) -> None:
-        now = self._clock()
-        self._steps.append(1e3 * (now - self._marked) / steps)
-        self._marked = now
+    def mark(self, step: int) -> None:
+        now, steps = self._clock(), step - self._step
+        if steps:
+            self._stretches.append((steps, 1e3 * (now - self._marked) / steps))
+        self._marked, self._step = now, step
 
     def stop(self) -> None:
         wait_for_gpu()
@@ -58,6 +60,7 @@ class Stopwatch:
 
     @property
     def step_ms(self) -> float | None:
-        """The usual time of a step: the median stretch, without the first and its compiling and recording."""
-        stretches = self._steps[1:] or self._steps
-        return statistics.median(stretches) if stretches else None
+        """The usual time of a step: the median of the longer stretches, without the first, which compiles and records."""
+        stretches = self._stretches[1:] or self._stretches
+        longest = max((steps for steps, _ in stretches), default=0)
+        return statistics.median(ms for steps, ms in stretches if 2 * steps >= longest) if stretches else None

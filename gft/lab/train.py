@@ -29,6 +29,7 @@ from gft.layers import quantized_layers
 
 LOG_EVERY = 20
 SECONDS_BETWEEN_CHECKPOINTS = 60.0
+LEAST_REST = 20  # times as long as the last checkpoint took: those of large networks take a while
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,8 @@ def training(recipe: Recipe, out: Path, *, seed: int = 0, device: str = "auto", 
     eval_every = recipe.schedule.eval_every or data.per_epoch(recipe.data.batch)
     compiles = recipe.model.compiled and on.type == "cuda"
     batches = data.batches(recipe.data.batch, seed, first_step=step, augment=recipe.data.augment, compiled=compiles)
-    saved_at = clock = time.perf_counter()
+    saved_at, rest = time.perf_counter(), SECONDS_BETWEEN_CHECKPOINTS
+    clock = saved_at
     loss = torch.zeros(())
 
     # What is rare and of another shape, evaluation and the last batch of an epoch, runs the model as it is: to compile it
@@ -184,7 +186,7 @@ def training(recipe: Recipe, out: Path, *, seed: int = 0, device: str = "auto", 
     if on.type == "cuda":
         torch.cuda.reset_peak_memory_stats(on)
     progress = Progress(step, steps)
-    watch.start()
+    watch.start(step)
     take, whole_from = taker(), math.ceil(steps * (1 - recipe.schedule.whole_images))
     while step < steps:
         if isinstance(model, ViT) and step >= whole_from and not model.sees_whole_images:
@@ -198,22 +200,23 @@ def training(recipe: Recipe, out: Path, *, seed: int = 0, device: str = "auto", 
         progress = Progress(step, steps)
         if step % LOG_EVERY == 0 or last:
             progress = dataclasses.replace(progress, loss=finite_loss(loss, step, folder))
-            watch.mark(step % LOG_EVERY or LOG_EVERY)
+            watch.mark(step)
             folder.log(step, loss=progress.loss, lr=scheduler.get_last_lr()[0])
         if step % eval_every == 0 or last:
             watch.stop()
             progress = dataclasses.replace(progress, val=evaluate(model, data, "val", recipe))
             folder.log(step, val=progress.val, train_s=watch.seconds, layers=gft.statistics(model, optimizer))
-            watch.start()
-        due = step % checkpoint_every == 0 if checkpoint_every else clock - saved_at > SECONDS_BETWEEN_CHECKPOINTS
+            watch.start(step)
+        due = step % checkpoint_every == 0 if checkpoint_every else clock - saved_at > rest
         seconds, clock = seconds + time.perf_counter() - clock, time.perf_counter()
         if (due and not last) or (last and keep_checkpoint):
             finite_loss(loss, step, folder)  # a diverged state is none to go on from
             watch.stop()
             gft.save_checkpoint(folder.checkpoint, model, optimizer, scheduler, step=step, seconds=seconds,
                                 train_s=watch.seconds, joules=watch.joules, text=text_of(data))
-            saved_at = clock
-            watch.start()
+            saved_at = time.perf_counter()
+            rest = max(SECONDS_BETWEEN_CHECKPOINTS, LEAST_REST * (saved_at - clock))
+            watch.start(step)
         if not last:
             yield progress
             clock = time.perf_counter()  # what the caller took is not the run's time
