@@ -163,14 +163,15 @@ def write_table(out: Path) -> list[Line]:
     rows = report.table_rows(lines, about["command"])
     if rows[0]["table"] == ladder.TABLE:
         rows = sheet.ladder_rows(rows, lines)
-        sheet.draw(rows, lines, out)
     write_json(out / "table.json", {"title": about["title"], "rows": rows})
     write_text(out / "table.md", report.markdown(about["title"], rows))
     write_lines(out / "runs.jsonl", lines)
     curves = {row["name"]: [line["curve"] for line in lines if line["recipe"] == row["recipe"] and line.get("curve")]
               for row in rows}
     drawn = {name: seeds for name, seeds in curves.items() if seeds}
-    if drawn and rows[0]["table"] != ladder.TABLE:  # which has drawn its own
+    if rows[0]["table"] == ladder.TABLE:
+        sheet.draw(rows, lines, out)
+    elif drawn:
         report.plot_curves(drawn, about["title"], rows[0]["metric"], [out / "curves.png", out / "curves.svg"])
     return rows
 

@@ -188,6 +188,31 @@ def test_eco_feeds_nothing_back_from_beyond_the_grid():
     assert optimizer.state[layer.weight]["first"].abs().max() < 2
 
 
+@pytest.mark.parametrize("kind", [baselines.SignSGD, baselines.Bop, baselines.DQT, baselines.ECO])
+def test_a_step_can_be_captured_for_it_asks_nothing_of_the_host(kind, monkeypatch):
+    """On a GPU lr and the count of steps are numbers in its memory; whoever looks at one breaks the CUDA graph."""
+    def looked(*_):
+        raise AssertionError("the host looked at a number")
+
+    levels = []
+    for on_device in (False, True):
+        torch.manual_seed(4)
+        layer = baselines.LevelLinear(nn.Linear(20, 10), 4)
+        optimizer = kind([layer], 0.02, seed=3)
+        for step in range(4):
+            layer.gradient = torch.randn(10, 20) if kind is not baselines.SignSGD else torch.randint(-8, 9, (10, 20))
+            with monkeypatch.context() as patch:
+                if on_device and step == 1:  # the first makes the state
+                    group = optimizer.param_groups[0]
+                    group["lr"], group["step"] = torch.tensor(group["lr"]), torch.tensor(group["step"])
+                if on_device and step:
+                    for name in ("item", "__bool__", "__float__", "__int__"):
+                        patch.setattr(torch.Tensor, name, looked)
+                optimizer.step()
+        levels.append(layer.levels().clone())
+    assert torch.equal(*levels)
+
+
 # ---------------------------------------------------------------------------------------------------- BitNet
 
 

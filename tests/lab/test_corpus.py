@@ -135,6 +135,12 @@ def test_parquet_is_read_by_its_text_column(tmp_path):
     assert list(documents.documents([tmp_path / "a.parquet"])) == ["one", "two"]
 
 
+def test_zstandard_is_read_where_its_package_is(tmp_path):
+    zstandard = pytest.importorskip("zstandard")
+    (tmp_path / "a.txt.zst").write_bytes(zstandard.compress("one\n\n\ntwo ·".encode()))
+    assert list(documents.documents([tmp_path / "a.txt.zst"])) == ["one", "two ·"]
+
+
 def test_what_cannot_be_read_is_said_in_a_sentence(tmp_path, wiki, refuses, monkeypatch):
     with refuses(data.DataError, "is not a text corpus"):
         data.load(f"corpus:{tmp_path / 'nowhere'}")

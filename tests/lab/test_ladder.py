@@ -100,7 +100,8 @@ def four(number):
     return float(f"{number:.4g}")
 
 
-def test_tuning_chooses_on_val_what_the_table_then_takes(text, tmp_path, refuses):
+def test_tuning_chooses_on_val_what_the_table_then_takes(text, tmp_path, refuses, monkeypatch):
+    monkeypatch.setattr(sheet, "draw", lambda *_: None)  # drawn, and looked at, by another test
     out = tmp_path / "out"
     report = tuning.tune(out, ["bitnet-2bit"], ["10m"], ["lr=1e-4,3e-2,1e30", "dense.weight_decay=0.1"],
                          [*TINY, "clip=none"], "cpu")
@@ -151,6 +152,7 @@ def test_the_table_reads_the_test_split_and_goes_on_where_it_was(text, tmp_path,
     assert "read once" in text_of_table
     with monkeypatch.context() as patch:
         patch.setattr(train, "build_model", None)  # nothing is trained again
+        patch.setattr(sheet, "draw", lambda *_: None)
         assert tables.reproduce({"wiki-ladder": tmp_path}, seeds=1, **chosen)["wiki-ladder"] == rows
     # The same table in the documentation.
     (tmp_path / "results").mkdir()
@@ -177,6 +179,20 @@ def test_a_run_that_was_killed_ends_as_one_that_was_not(row, text, tmp_path, ref
     (text / "wiki" / "wiki-train.txt").write_text(SONNETS.upper())  # another vocabulary: its numbers mean something else
     with refuses(train.TrainingError, "has other characters or tokens now"):
         train.evaluate_run(tmp_path / "whole", "val", "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("row", ["adamw", "muon", "gft-2bit", "gft-4bit-packed", "bitnet-2bit", "dqt-4bit", "eco-2bit"])
+def test_a_captured_run_is_the_run_step_by_step(row, text, tmp_path, monkeypatch):
+    tiny = [setting for setting in TINY if not setting.startswith(("width", "heads"))]
+    recipe = recipes.find(f"wiki-ladder-10m-{row}").changed([*tiny, "width=128", "heads=4"])
+    captured = list(train.training(recipe, tmp_path / "captured", device="cuda"))[-1].result
+    monkeypatch.setattr(gft, "Captured", lambda step, optimizer: step)
+    plain = list(train.training(recipe, tmp_path / "plain", device="cuda"))[-1].result
+    assert captured["value"] == pytest.approx(plain["value"], rel=0.01)
+    assert captured["flips"] == pytest.approx(plain["flips"], rel=0.05)
+    assert captured["value"] < 0.95 * math.log(300)
+    assert captured["peak_bytes"] > 0
 
 
 def test_sizes_have_their_seeds_and_a_whole_name_is_one_row():
