@@ -1,4 +1,4 @@
-"""The command line: gft demo | recipes | train | eval | generate | reproduce | report | bench | data | export |
+"""The command line: gft demo | recipes | train | eval | generate | reproduce | tune | report | bench | data | export |
 finetune | energy | hardness.
 
 An error that a user can mend (UsageError) is one sentence on stderr and exit code 2; any other is a bug and keeps its
@@ -19,6 +19,7 @@ try:
     from gft.cli import energy, hardness
     from gft.cli import export as exporting
     from gft.cli.finetune import finetune
+    from gft.cli.tune import tune
     from gft.lab import bench as benchmarks
     from gft.lab import data as datasets
     from gft.lab import demo as demonstration
@@ -139,8 +140,10 @@ def export_command(source: Annotated[str, typer.Argument(metavar="DIR_OR_MODEL",
 @app.command()
 def reproduce(names: Annotated[list[str], typer.Argument(metavar="TABLE",
                                                          help=" | ".join([*tables.TITLES, "samples", "all"]))],
-              seeds: Annotated[int, typer.Option(min=1, help="Runs a row.")] = 5,
-              rows: Annotated[list[str], typer.Option(help="Only recipes whose name contains this; repeatable.")] = [],  # noqa: B006
+              seeds: Annotated[int | None, typer.Option(min=1, help="Runs a row; 5 if not given, of wiki-ladder 3 up to 30M "
+                                                        "and 1 beyond.")] = None,
+              rows: Annotated[list[str], typer.Option(help="Only recipes whose name is or contains this; "
+                                                        "repeatable.")] = [],  # noqa: B006
               paper: Annotated[bool, typer.Option("--paper", help="By the paper's own algorithm (gft.PAPER).")] = False,
               packed: Annotated[bool, typer.Option("--packed", help="With packed weights and no optimizer state.")] = False,
               out: Annotated[Path, typer.Option(help="Where the tables' folders are made.")] = Path("runs/reproduce"),
@@ -148,7 +151,8 @@ def reproduce(names: Annotated[list[str], typer.Argument(metavar="TABLE",
               device: Device = "auto", settings: Settings = []) -> None:  # noqa: B006
     """Reproduce tables of the paper, with several seeds.
 
-    A table that was stopped continues where it was.
+    A table that was stopped continues where it was. wiki-ladder compares methods by size on real text (gft tune chooses
+    their settings first).
     """
     if paper and packed:
         raise UsageError("--paper and --packed are two variants of a table; ask for one at a time")
@@ -170,7 +174,8 @@ def report_command(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A
 
 def show_table(folder: Path, rows: list[dict[str, Any]]) -> None:
     show(report.terminal_table(folder.name, rows))
-    say(f"Written: {folder}/table.md, table.json, runs.jsonl, curves.png, curves.svg")
+    drawn = [file.name for file in sorted(folder.glob("*.png"))]
+    say(f"Written: {folder}/{', '.join(['table.md', 'table.json', 'runs.jsonl', *drawn])}")
 
 
 @app.command("pages")
@@ -201,6 +206,7 @@ def bench(only: Annotated[list[str], typer.Option(help=" | ".join(benchmarks.BEN
 
 
 app.command()(finetune)
+app.command()(tune)
 
 
 @data_app.command("list")

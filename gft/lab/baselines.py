@@ -1,7 +1,7 @@
 """Baselines: other ways to train weights on the same grid, in the same loop, so that they can be compared with gft.
 
-Each keeps the forward pass of gft (scale · levels, the scale a · std of the float layer, fixed) and starts from the same
-levels. They differ in what they keep of a weight and in how it moves; g is the gradient by the forward weight:
+Each but bitnet keeps the forward pass of gft (scale · levels, the scale a · std of the float layer, fixed) and starts from
+the same levels. They differ in what they keep of a weight and in how it moves; g is the gradient by the forward weight:
 
     ste      a float latent w, w <- AdamW(w, g), forward on clip(round(w / scale)) · scale: quantization-aware training with
              the straight-through estimator (Bengio et al. 2013); g counts where w rounds to a level of the grid, else 0
@@ -11,6 +11,11 @@ levels. They differ in what they keep of a weight and in how it moves; g is the 
              weights do not exist", Helwegen et al. 2019), from two levels to many
     dqt      level <- stochastic_round(level - AdamW's move / scale), no latent: "Direct Quantized Training" (Zhao et al.
              2024)
+    eco      as dqt, but what the rounding of a level left over goes into Adam's first moment, so that the moves to come make
+             up for it: ECO (Nikdan et al. 2026)
+    bitnet   a float latent w, forward on clip(round(w / mean|w|)) · mean|w|, renewed with every w, and on inputs that are
+             normalised and rounded to 8 bits a token: BitNet b1.58 (Ma et al. 2024), by the straight-through estimator. At
+             more than 2 bits the scale is the one that suits a Gaussian of w's rms
 
 All levels stay within -I..I. A level is an int8, so it has no autograd gradient: LevelLinear gathers g, or the votes, in
 its own backward pass, and the optimizers below read it there. Random numbers are Philox's (philox.py), a function of
@@ -18,6 +23,7 @@ its own backward pass, and the optimizers below read it there. Random numbers ar
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,14 +33,16 @@ from torch.optim import Optimizer
 
 import gft
 from gft.errors import UsageError
-from gft.initialize import levels_of, scale_of
+from gft.initialize import SPACING, levels_of, scale_of
 from gft.layers import quantized_layers
 from gft.philox import NoiseKey, noise16
 from gft.storage import largest_level
 
-METHODS = ("ste", "signsgd", "bop", "dqt")
+METHODS = ("ste", "signsgd", "bop", "dqt", "eco", "bitnet")
 VOTERS = 8  # of a batch, for signsgd
 THRESHOLD = 2.0  # of bop, in rms of m
+EPS = 1e-8  # of Adam
+LEAST_LR = 1e-12  # by which ECO divides
 
 # ---------------------------------------------------------------------------------------------------- the maths
 
@@ -73,12 +81,22 @@ def momentum_moves(average: Tensor,  # (out, in) float: m
     return torch.where(average.abs() > threshold * average.square().mean().sqrt(), average.sign(), 0)
 
 
-def adam_direction(gradient: Tensor, first: Tensor, second: Tensor, step: int, beta1: float, beta2: float,
-                   eps: float = 1e-8) -> Tensor:
-    """Adam's move at lr 1 in step 1, 2, …; renews both moments in place."""
+def adam_direction(gradient: Tensor, first: Tensor, second: Tensor, step: int | Tensor, beta1: float, beta2: float,
+                   ) -> tuple[Tensor, Tensor]:
+    """Adam's move at lr 1 in step 1, 2, …, and what it was divided by; renews both moments in place."""
     first.lerp_(gradient, 1 - beta1)
     second.lerp_(gradient.square(), 1 - beta2)
-    return first / (1 - beta1**step) / ((second / (1 - beta2**step)).sqrt() + eps)
+    divisor = ((second / (1 - beta2**step)).sqrt() + EPS) * (1 - beta1**step)
+    return first / divisor, divisor
+
+
+def compensation(lost: Tensor, divisor: Tensor, lr: float | Tensor, beta1: float) -> Tensor:
+    """What ECO adds to Adam's first moment so that the moves to come make up for a rounding that was off by `lost`.
+
+    A moment changed by d moves the weight by -lr · d · (beta1 + beta1² + …) / divisor more in all, if lr and the divisor
+    stay; that is `lost` for d = (1 - 1/beta1) · lost · divisor / lr.
+    """
+    return (1 - 1 / beta1) * lost * divisor / lr
 
 
 def stochastic_round(values: Tensor, noise: Tensor) -> Tensor:
@@ -127,6 +145,33 @@ class LatentLinear(GridLinear):
         return (straight_through(self.weight.detach(), self.scale, self.bits) / self.scale).round().to(torch.int8)
 
 
+class BitLinear(GridLinear):
+    """BitNet b1.58's: a float latent, rounded on the scale of its own mean size; inputs normalised and rounded to 8 bits."""
+
+    def __init__(self, linear: nn.Linear, bits: int) -> None:
+        super().__init__(linear, bits)
+        del self.scale  # it follows from the latent
+        self.weight = nn.Parameter(linear.weight.detach().clone())
+
+    def on_grid(self) -> tuple[Tensor, Tensor]:
+        """Levels, as floats, and their scale."""
+        latent, largest = self.weight.detach(), largest_level(self.bits)
+        scale = latent.abs().mean() if self.bits == 2 else SPACING[self.bits] * latent.square().mean().sqrt()
+        scale = scale.clamp_min(1e-5)
+        return (latent / scale).round_().clamp_(-largest, largest), scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        levels, scale = self.on_grid()
+        x = F.rms_norm(x.float(), (self.in_features,))
+        step = x.detach().abs().amax(-1, keepdim=True).clamp_min(1e-5) / 127
+        # a + (b - a).detach() is b, with the gradient of a.
+        x = x + ((x / step).round_() * step - x).detach()
+        return F.linear(x, self.weight + (levels * scale - self.weight).detach())
+
+    def levels(self) -> Tensor:
+        return self.on_grid()[0].to(torch.int8)
+
+
 class _LevelProduct(torch.autograd.Function):
     """scale · x · levels^T; backward hands x and delta to the layer, which gathers what its optimizer wants of them.
 
@@ -164,6 +209,7 @@ class LevelLinear(GridLinear):
         self.gradient: Tensor | None = None
         self._anchor: Tensor | None = None
 
+    @torch.compiler.disable  # backward writes to the layer, which no graph can
     def forward(self, x: Tensor) -> Tensor:
         if self._anchor is None or self._anchor.device != x.device:
             self._anchor = torch.empty(0, device=x.device, requires_grad=True)
@@ -187,7 +233,9 @@ def put_on_grid_(model: nn.Module, bits: int, filter_fn: Callable[[nn.Module, st
     if not chosen:
         raise UsageError(f"no layer to quantize for method={method}: this model has no nn.Linear of that kind")
     for name, linear in chosen.items():
-        layer = LatentLinear(linear, bits) if method == "ste" else LevelLinear(linear, bits, VOTERS * (method == "signsgd"))
+        kinds: dict[str, Callable[[nn.Linear, int], GridLinear]] = {"ste": LatentLinear, "bitnet": BitLinear}
+        layer = (kinds[method](linear, bits) if method in kinds
+                 else LevelLinear(linear, bits, VOTERS * (method == "signsgd")))
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, layer)
     return model
@@ -207,13 +255,17 @@ def dense(model: nn.Module) -> list[nn.Parameter]:
 
 
 class LevelOptimizer(Optimizer):
-    """What the optimizers of LevelLinear share: each turns what a layer gathered into `moves`, in levels."""
+    """What the optimizers of LevelLinear share: each turns what a layer gathered into `moves`, in levels.
+
+    All that changes from step to step is kept where the weights are, the count of steps too, and renewed in place: a step
+    can be captured as a CUDA graph (gft.Captured)."""
 
     def __init__(self, layers: Iterable[LevelLinear], lr: float, seed: int = 0, **settings: Any) -> None:
         if not 0 <= lr <= 1:
             raise UsageError(f"lr={lr}: give a number from 0 to 1")
         self.layers = list(layers)
-        super().__init__([layer.weight for layer in self.layers], {"lr": lr, "seed": seed, "step": 0, **settings})
+        super().__init__([layer.weight for layer in self.layers], {"lr": lr, "seed": seed, "step": 0,
+                                                                  "capturable": True, **settings})
 
     def moves(self, layer: LevelLinear, gradient: Tensor, state: dict[str, Any], group: Mapping[str, Any],
               noise: Callable[[], Tensor]) -> Tensor:
@@ -227,6 +279,9 @@ class LevelOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         (group,) = self.param_groups
+        device = self.layers[0].weight.device
+        if device.type == "cuda" and not (isinstance(group["step"], Tensor) and group["step"].device == device):
+            group["step"] = torch.tensor(int(group["step"]), device=device)
         for place, layer in enumerate(self.layers):
             if layer.gradient is None:
                 continue
@@ -238,8 +293,9 @@ class LevelOptimizer(Optimizer):
             largest = largest_level(layer.bits)
             moves = self.moves(layer, layer.gradient, state, group, noise)
             new = (weight.to(torch.int16) - moves).clamp(-largest, largest).to(torch.int8)  # 127 + 1 is no int8
-            flips = (new != weight).sum()
-            state["flips"] = state["flips"] + flips if "flips" in state else flips
+            if "flips" not in state:
+                state["flips"] = torch.zeros((), dtype=torch.int64, device=weight.device)
+            state["flips"] += (new != weight).sum()
             weight.copy_(new)
         group["step"] += 1
         return loss
@@ -294,22 +350,62 @@ class DQT(LevelOptimizer):
 
     def moves(self, layer: LevelLinear, gradient: Tensor, state: dict[str, Any], group: Mapping[str, Any],
               noise: Callable[[], Tensor]) -> Tensor:
+        return stochastic_round(self.wanted(layer, gradient, state, group)[0], noise())
+
+    def wanted(self, layer: LevelLinear, gradient: Tensor, state: dict[str, Any],
+               group: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """AdamW's move in levels, before it is rounded, and what it was divided by."""
         if "first" not in state:
             state["first"], state["second"] = torch.zeros_like(gradient), torch.zeros_like(gradient)
-        direction = adam_direction(gradient, state["first"], state["second"], group["step"] + 1, *group["betas"])
-        return stochastic_round(group["lr"] * direction / layer.scale, noise())
+        direction, divisor = adam_direction(gradient, state["first"], state["second"], group["step"] + 1, *group["betas"])
+        return group["lr"] * direction / layer.scale, divisor
 
 
-def make_optimizer(method: str, model: nn.Module, lr: float, beta2: float, threshold: float, seed: int) -> Optimizer:
+class ECO(DQT):
+    """DQT with error feedback: what a level's rounding leaves over is put into the first moment, which hands it to the moves
+    to come. Nothing more is kept than DQT keeps.
+
+    lr: AdamW's, in units of the forward weight. State: two moments, float32."""
+
+    def moves(self, layer: LevelLinear, gradient: Tensor, state: dict[str, Any], group: Mapping[str, Any],
+              noise: Callable[[], Tensor]) -> Tensor:
+        wanted, divisor = self.wanted(layer, gradient, state, group)
+        largest = largest_level(layer.bits)
+        # What would leave the grid is no error of the rounding: fed back it would only grow.
+        wanted = layer.weight - (layer.weight - wanted).clamp(-largest, largest)
+        moves = stochastic_round(wanted, noise())
+        lost = (moves - wanted) * layer.scale  # the weight is where it should be, less this
+        lr = group["lr"].clamp_min(LEAST_LR) if isinstance(group["lr"], Tensor) else max(group["lr"], LEAST_LR)
+        state["first"] += compensation(lost, divisor, lr, group["betas"][0])
+        return moves
+
+
+@dataclass(frozen=True)
+class Method:
+    """Which method, and its settings."""
+
+    name: str
+    lr: float
+    beta2: float = 0.999
+    weight_decay: float = 0.0  # bitnet: of its latents; the others have none, for their scale is fixed
+    threshold: float = THRESHOLD  # bop
+    seed: int = 0
+
+
+def make_optimizer(method: Method, model: nn.Module) -> Optimizer:
     """The optimizer of a model's GridLinear layers."""
-    layers = grid_layers(model)
-    if method == "ste":
-        # No weight decay: the scale is fixed, and a latent near 0 is a weight of 0.
-        return torch.optim.AdamW([layer.weight for layer in layers], lr=lr, betas=(0.9, beta2), weight_decay=0.0)
+    layers, lr, betas = grid_layers(model), method.lr, (0.9, method.beta2)
+    if method.name in ("ste", "bitnet"):
+        # No weight decay for ste: the scale is fixed, and a latent near 0 is a weight of 0.
+        latents, on_gpu = [layer.weight for layer in layers], layers[0].weight.is_cuda
+        return torch.optim.AdamW(latents, lr=lr, betas=betas, fused=on_gpu, capturable=on_gpu,
+                                 weight_decay=method.weight_decay if method.name == "bitnet" else 0.0)
     levels = [layer for layer in layers if isinstance(layer, LevelLinear)]
-    if method == "signsgd":
-        return SignSGD(levels, lr, seed)
-    return Bop(levels, lr, threshold, seed) if method == "bop" else DQT(levels, lr, (0.9, beta2), seed)
+    if method.name == "signsgd":
+        return SignSGD(levels, lr, method.seed)
+    if method.name == "bop":
+        return Bop(levels, lr, method.threshold, method.seed)
+    return (ECO if method.name == "eco" else DQT)(levels, lr, betas, method.seed)
 
 
 # ---------------------------------------------------------------------------------------------------- bytes
@@ -321,30 +417,36 @@ def weights_on_grid(model: nn.Module) -> int:
             + sum(layer.in_features * layer.out_features for layer in grid_layers(model)))
 
 
-def training_bytes(model: nn.Module, optimizer: Optimizer) -> float:
+def training_bytes(model: nn.Module, optimizer: Optimizer, gradients: bool = True) -> float:
     """Bytes that training holds for one weight: the weight, its gradient or votes, and the optimizer's state, measured.
 
+    gradients: False leaves out the gradient or votes, which need not be kept from one step to the next.
+
     Call it between backward and step. Of a model with layers on a grid, whatever trains them, it is the mean over the
-    weights of those layers; of any other, over all trainable parameters. Activations are not counted, nor what lives
-    within one layer's pass alone, such as levels made float for a product.
+    weights of those layers; of any other, over the matrices of its blocks, or all trainable parameters. Activations
+    are not counted, nor what lives within one layer's pass alone, such as levels made float for a product.
     """
-    held: list[Any] = [[layer.qweight, layer.votes and vars(layer.votes)] for layer in quantized_layers(model).values()]
-    held += [[layer.weight, getattr(layer, "gradient", None)] for layer in grid_layers(model)]
-    held = held or [[parameter] for parameter in gft.dense(model)]
-    weights = [one[0] for one in held]
-    held += [[weight.grad, optimizer.state.get(weight)] for weight in weights]
+    votes = [vars(layer.votes) for layer in quantized_layers(model).values() if layer.votes]
+    if not gradients:
+        votes = [{key: value for key, value in one.items() if key != "votes"} for one in votes]
+    weights = [layer.qweight for layer in quantized_layers(model).values()] + [layer.weight for layer in grid_layers(model)]
+    blocks = [weight for name, weight in model.named_parameters() if name.startswith("blocks.") and weight.dim() == 2]
+    weights = weights or blocks or gft.dense(model)
+    held = [weights, votes, [optimizer.state.get(weight) for weight in weights]]
+    if gradients:
+        held += [[weight.grad for weight in weights], [getattr(layer, "gradient", None) for layer in grid_layers(model)]]
     # By identity: an optimizer's state and a layer's votes may hold the same tensor.
     tensors = {id(tensor): tensor for tensor in tensors_in(held)}.values()
     count = weights_on_grid(model) or sum(weight.numel() for weight in weights)
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors) / count
 
 
-def training_bytes_after_step(model: nn.Module, optimizer: Optimizer) -> float:
-    """`training_bytes` after a step. Gradients stay until zero_grad, but GFT's votes are spent: an empty sample through
-    each of its layers has them cast again, to be measured and thrown away."""
+def training_bytes_after_step(model: nn.Module, optimizer: Optimizer) -> tuple[float, float]:
+    """`training_bytes` after a step, with and without gradients or votes. Gradients stay until zero_grad, but GFT's votes
+    are spent: an empty sample through each of its layers has them cast again, to be measured and thrown away."""
     for layer in quantized_layers(model).values():
         layer(torch.zeros(1, layer.inputs, device=layer.qweight.device)).sum().backward()
-    measured = training_bytes(model, optimizer)
+    measured = training_bytes(model, optimizer), training_bytes(model, optimizer, gradients=False)
     optimizer.zero_grad()
     return measured
 

@@ -10,12 +10,13 @@ import gft
 from gft.errors import UsageError
 from gft.lab import baselines
 from gft.lab import data as datasets
-from gft.lab.models import DNN, GPT, ViT
+from gft.lab.models import DNN, GPT, Llama, ViT
+from gft.lab.muon import Muon
 from gft.lab.recipe import Integers, Recipe
 from gft.rules import Rule
 from gft.votes import Vote
 
-DataSet = datasets.Dataset | datasets.Text
+DataSet = datasets.Dataset | datasets.Text | datasets.Corpus
 
 
 # ---------------------------------------------------------------------------------------------------- the network
@@ -24,12 +25,14 @@ DataSet = datasets.Dataset | datasets.Text
 def build_float_model(recipe: Recipe, data: DataSet) -> nn.Module:
     """The recipe's network before any of its layers is quantized."""
     model, name = recipe.model, recipe.data.name
-    if model.name == "gpt":
-        if not isinstance(data, datasets.Text):
-            raise UsageError(f"model=gpt reads text, but data={name} is not; choose data=shakespeare or text:FILE")
+    if model.name in ("gpt", "llama"):
+        if isinstance(data, datasets.Dataset):
+            raise UsageError(f"model={model.name} reads text, but data={name} is not; choose data=shakespeare or text:FILE")
+        if model.name == "llama":
+            return Llama(data.classes, data.context, model.width, model.depth, model.heads, model.kv_heads)
         return GPT(data.classes, data.context, model.width, model.depth, model.heads, model.dropout)
-    if isinstance(data, datasets.Text):
-        raise UsageError(f"data={name} is text, which model={model.name} cannot read; choose model=gpt")
+    if not isinstance(data, datasets.Dataset):
+        raise UsageError(f"data={name} is text, which model={model.name} cannot read; choose model=gpt or llama")
     if model.name == "vit":
         if len(data.shape) != 3:
             raise UsageError(f"model=vit sees images, but data={name} has none; choose mnist-images or imagenette")
@@ -60,8 +63,9 @@ def build_model(recipe: Recipe, data: DataSet) -> nn.Module:
     if integers.method != "gft":
         return baselines.put_on_grid_(model, integers.bits, chosen_layers(recipe), integers.method)
     scales = int(integers.scales) if integers.scales.isdecimal() else integers.scales
-    return gft.quantize_(model, integers.bits, chosen_layers(recipe), memory=integers.memory, init=integers.init, bias=False,
-                         scales=scales)
+    # The paper's networks have neither biases nor gains. A Llama has no biases to leave out, and is as a user quantizes it.
+    return gft.quantize_(model, integers.bits, chosen_layers(recipe), memory=integers.memory, init=integers.init,
+                         bias=recipe.model.name == "llama", scales=scales)
 
 
 # ---------------------------------------------------------------------------------------------------- how it learns
@@ -97,21 +101,34 @@ def groups_of(integers: Integers, model: nn.Module) -> list[dict[str, Any]]:
 
 
 def build_optimizer(recipe: Recipe, model: nn.Module, seed: int) -> gft.Hybrid:
-    """GFT, or another method, for the integers, and AdamW for everything else."""
+    """GFT, or another method, for the integers, and AdamW, or Muon and AdamW, for everything else."""
     integers, dense = recipe.integers, recipe.dense
     parts: list[torch.optim.Optimizer] = []
     if integers.layers != "none" and integers.method == "gft":
         parts.append(gft.GFT(groups_of(integers, model), integers.lr, rule_of(integers, integers.inertia), vote_of(integers),
                              seed=seed))
     elif integers.layers != "none":
-        parts.append(baselines.make_optimizer(integers.method, model, integers.lr, dense.beta2,
-                                              integers.bop_threshold, seed))
+        parts.append(baselines.make_optimizer(baselines.Method(integers.method, integers.lr, dense.beta2, dense.weight_decay,
+                                                               integers.bop_threshold, seed), model))
     rest = baselines.dense(model)
+    if dense.optimizer == "muon":
+        matrices = [weight for name, weight in model.named_parameters() if name.startswith("blocks.") and weight.dim() == 2]
+        parts.append(Muon(matrices, dense.lr, dense.weight_decay))
+        rest = [weight for weight in rest if all(weight is not matrix for matrix in matrices)]
     if rest:
         on_gpu = rest[0].is_cuda
-        parts.append(torch.optim.AdamW(rest, lr=dense.lr, weight_decay=dense.weight_decay, betas=(0.9, dense.beta2),
-                                       fused=on_gpu, capturable=on_gpu))
+        parts.append(torch.optim.AdamW(decaying(recipe, rest), lr=dense.lr, weight_decay=dense.weight_decay,
+                                       betas=(0.9, dense.beta2), fused=on_gpu, capturable=on_gpu))
     return gft.Hybrid(*parts)
+
+
+def decaying(recipe: Recipe, parameters: list[nn.Parameter]) -> list[Any]:
+    """Matrices and, without weight decay, vectors, as language models are trained. The paper's networks decay as a whole."""
+    if recipe.model.name != "llama":
+        return list(parameters)
+    groups = [{"params": [one for one in parameters if one.dim() > 1]},
+              {"params": [one for one in parameters if one.dim() < 2], "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
 
 
 def build_scheduler(recipe: Recipe, optimizer: gft.Hybrid) -> torch.optim.lr_scheduler.LambdaLR:

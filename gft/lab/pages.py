@@ -24,6 +24,7 @@ from gft.errors import UsageError
 from gft.files import write_text
 from gft.lab.bench import written
 from gft.lab.markdown import table
+from gft.lab.report import LADDER_COLUMNS
 from gft.lab.traffic import traffic_table
 
 Row = Mapping[str, Any]  # of a table.json: all runs of one recipe
@@ -304,7 +305,24 @@ def scales(results: Path) -> str:
             + about_rows(rows, f"seeds {seeds}") + f": `{rows[0]['command']}` and so on.")
 
 
+def wiki_ladder(results: Path) -> str:
+    """The ladder: a line a row, with AdamW's first in each size; the figures, memory against loss first."""
+    file = results / "wiki-ladder" / "table.json"
+    if not file.exists():
+        return "Not run yet: `gft tune`, then `gft reproduce wiki-ladder`, write it."
+    rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    about = [f"n = {once(str(row['n']) for row in rows)}",
+             f"commit {once(row['commit'] for row in rows)}", once(row["device"] for row in rows),
+             f"torch {once(row['torch'] for row in rows)}", f"`{rows[0]['command']}`"]
+    pictures = [f"![{what}](../results/wiki-ladder/{name}.png)" for name, what in (
+        ("memory", "bits a byte against bytes a weight"), ("curves", "bits a byte against tokens"),
+        ("gap", "gap to AdamW against size")) if (file.parent / f"{name}.png").exists()]
+    lines = [[spaced(cell(row)) for cell in LADDER_COLUMNS.values()] for row in rows]
+    return "\n\n".join([*pictures, table(list(LADDER_COLUMNS), lines), ", ".join(about) + "."])
+
+
 PAGES: dict[str, Callable[[Path], str]] = {
+    "wiki-ladder": wiki_ladder,
     "headline": headline,
     "summary": summary,
     **{name: lambda results, name=name: paper_table(results, name) for name in TABLES},

@@ -11,6 +11,7 @@
 
 import dataclasses
 import difflib
+import math
 import textwrap
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -59,11 +60,14 @@ class Data:
     label_smoothing: float = 0.0
     eval_batch: int = 2000
     eval_crop: float = 1.0  # vit: the middle of each image that is evaluated, as a share of its side; 1 is all of it
+    context: int | None = None  # text: characters or tokens in a sample; None: the data set's own
+    vocabulary: int | None = None  # a corpus: tokens that its text is cut into; None: the data set's own
+    test: bool = False  # evaluate the test split when the run has ended: what a table reports, never to choose by
 
     def __post_init__(self) -> None:
         datasets.check(self.name)
         _choose(self, augment=datasets.AUGMENT)
-        _at_least(self, batch=1, eval_batch=1)
+        _at_least(self, batch=1, eval_batch=1, context=1, vocabulary=257)
         _shares(self, "label_smoothing")
         if not 0 < self.eval_crop <= 1:
             raise UsageError(f"eval_crop={self.eval_crop}: a share of an image's side, above 0 and at most 1")
@@ -73,10 +77,10 @@ class Data:
 class Model:
     """The network, before any of its layers is quantized."""
 
-    name: str = "dnn"  # dnn, gpt or vit
+    name: str = "dnn"  # dnn, gpt, llama or vit
     width: int = 4096
     depth: int = 5
-    heads: int = 8  # gpt, vit
+    heads: int = 8  # gpt, llama, vit
     patch: int = 4  # vit
     norm: str = "rms"  # dnn
     activation: str = "relu"  # dnn
@@ -86,11 +90,16 @@ class Model:
     positions: str = "random"  # vit
     precision: str = "fp32"  # of the products on a GPU
     compiled: bool = False  # torch.compile, on a GPU: pays off where steps are long or many
+    kv_heads: int | None = None  # llama: heads of keys and values; None: as many as of queries
 
     def __post_init__(self) -> None:
-        _choose(self, name=("dnn", "gpt", "vit"), norm=NORMS, activation=tuple(ACTIVATIONS), positions=POSITIONS,
+        _choose(self, name=("dnn", "gpt", "llama", "vit"), norm=NORMS, activation=tuple(ACTIVATIONS), positions=POSITIONS,
                 precision=("fp32", "bf16"))
-        _at_least(self, width=1, depth=1, heads=1, patch=1)
+        _at_least(self, width=1, depth=1, heads=1, patch=1, kv_heads=1)
+        if self.name == "llama" and self.dropout:
+            raise UsageError(f"dropout={self.dropout} would not be used: a llama has none; leave it at 0")
+        if self.name != "llama" and self.kv_heads is not None:
+            raise UsageError(f"kv_heads={self.kv_heads} would not be used: it needs model=llama; give kv_heads=none")
         _shares(self, "dropout", "input_dropout", "patch_dropout")
 
 
@@ -102,7 +111,7 @@ class Integers:
     storage would not use is refused.
     """
 
-    layers: str = "none"  # dnn: hidden (all but the first and last) or all; gpt and vit: mlp or blocks (attention too)
+    layers: str = "none"  # dnn: hidden (all but the first and last) or all; transformers: mlp or blocks (attention too)
     bits: int = 32
     memory: bool = True  # False: packed, nothing but the levels is kept
     init: str = "keep"
@@ -158,6 +167,11 @@ class Integers:
                                  f"give {key}={'false' if getattr(self, key) is True else 'none'}")
 
 
+# The paper's own rule from its start, packed and without state, as settings of Integers (gft.PAPER).
+PAPERS_RULE: dict[str, Any] = {"memory": False, "init": "paper", "lr": 0.75, "rule": "topk", "p_min": 0.001, "vote": "sign",
+                               "vote_per": "sequence"}
+
+
 @dataclass(frozen=True)
 class Dense:
     """How every parameter that is no integer learns: arguments of AdamW."""
@@ -165,9 +179,12 @@ class Dense:
     lr: float = 6e-4
     weight_decay: float = 0.1
     beta2: float = 0.999
+    optimizer: str = "adamw"  # or muon: the matrices of a transformer's blocks by Muon, on AdamW's lr, all else by AdamW
+    clip: float | None = None  # gradients together are made no longer than this; None: left as they are
 
     def __post_init__(self) -> None:
-        _at_least(self, lr=0, weight_decay=0)
+        _choose(self, optimizer=("adamw", "muon"))
+        _at_least(self, lr=0, weight_decay=0, clip=0)
         _shares(self, "beta2")
 
 
@@ -211,6 +228,9 @@ class Recipe:
         for key, value, without in (("eval_crop", self.data.eval_crop, 1), ("whole_images", self.schedule.whole_images, 0)):
             if value != without and self.model.name != "vit":
                 raise UsageError(f"{key}={value} is for images; leave it at {without} or choose model=vit")
+        if self.dense.optimizer == "muon" and (self.integers.layers != "none" or self.model.name == "dnn"):
+            raise UsageError("dense.optimizer=muon trains the float matrices of a transformer's blocks, and here are none; "
+                             "leave it at adamw")
 
     def updated(self, **changes: Any) -> "Recipe":
         """A copy with fields changed, those of a part given as a dict: updated(row="mine", integers={"lr": 0.2})."""
@@ -220,15 +240,31 @@ class Recipe:
 
     def changed(self, settings: Sequence[str]) -> "Recipe":
         """A copy with each "part.field=value" applied, read as the field's type; the part may be left out where only one has
-        such a field, and "data=…" and "model=…" are their names."""
+        such a field, and "data=…" and "model=…" are their names. "tokens=…" is so many tokens of text in all: steps, and
+        with them warmup and eval_every in proportion, unless they are set themselves."""
         changes: dict[str, dict[str, Any]] = {}
-        for setting in settings:
+        tokens = [setting for setting in settings if setting.startswith("tokens=")]
+        for setting in (setting for setting in settings if setting not in tokens):
             key, equals, text = setting.partition("=")
             if not equals:
                 raise UsageError(f"--set {setting}: write KEY=VALUE, like integers.lr=0.2 or width=64")
             part, field = _place_of(key, setting)
             changes.setdefault(part, {})[field] = _read(text, get_type_hints(PARTS[part])[field], field, setting)
-        return self.updated(**changes)
+        changed = self.updated(**changes)
+        if not tokens:
+            return changed
+        number = _read(tokens[-1].partition("=")[2], float, "tokens", tokens[-1])
+        return changed.updated(schedule=changed.steps_for(number) | changes.get("schedule", {}))
+
+    def steps_for(self, tokens: float) -> dict[str, int]:
+        """The schedule of so many tokens of text."""
+        if self.data.context is None:
+            raise UsageError(f"tokens={tokens:g} is for recipes that say how long a sample of their text is; set steps, or "
+                             "data.context too")
+        steps = max(1, round(tokens / (self.data.batch * self.data.context)))
+        share = steps / self.schedule.steps
+        return {"steps": steps, "warmup": math.ceil(self.schedule.warmup * share),
+                "eval_every": math.ceil(self.schedule.eval_every * share)}
 
     def config(self) -> dict[str, Any]:
         """The recipe as nested dicts, for JSON."""

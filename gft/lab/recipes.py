@@ -1,4 +1,5 @@
-"""Every experiment that can be trained: the rows of the paper's tables, other methods beside them, and small demos.
+"""Every experiment that can be trained: the rows of the paper's tables, other methods beside them, the ladder on real text
+(ladder/), and small demos.
 
 Each is a function that returns a Recipe (recipe.py) with the library's default settings. Two variants of each integer row
 stand beside it: "-paper" trains by the paper's own rule from the paper's start (`gft.PAPER`), "-packed" by the default rule
@@ -11,7 +12,8 @@ from typing import Any
 
 from gft.errors import UsageError
 from gft.lab import data as datasets
-from gft.lab.recipe import Data, Dense, Integers, Model, Recipe, Schedule
+from gft.lab import ladder
+from gft.lab.recipe import PAPERS_RULE, Data, Dense, Integers, Model, Recipe, Schedule
 
 # The paper's values: top-1 % on validation, or the validation loss (Tables 1, 2, 3 and 6).
 MNIST_DNN = {("none", 32): 98.7, ("hidden", 4): 98.1, ("hidden", 3): 97.7, ("hidden", 2): 95.2,
@@ -116,8 +118,7 @@ def as_paper(recipe: Recipe) -> Recipe:
     It names no activation either. With ReLU its rule diverges on the all-quantized DNN, with tanh it trains. Photographs
     are seen in the paper's 5,000 steps, not in our 15,000, each of which sees a quarter of what the paper's do.
     """
-    papers = {"memory": False, "init": "paper", "lr": 0.75, "rule": "topk", "p_min": 0.001, "vote": "sign",
-              "vote_per": "sequence", "inertia": None, "attention_lr": None}
+    papers = {**PAPERS_RULE, "inertia": None, "attention_lr": None}
     activation = "tanh" if recipe.integers.layers == "all" else recipe.model.activation
     steps = 5000 if recipe.data.name == "imagenette" else recipe.schedule.steps
     return recipe.updated(name=f"{recipe.name}-paper", data={"label_smoothing": 0.0}, integers=papers,
@@ -158,7 +159,8 @@ BASELINE_RATES = {
     "bop": {4: 0.01, 2: 0.01},
     "dqt": {4: 2e-3, 2: 2e-3},
 }
-METHOD_ROWS = {"gft": "GFT", "ste": "STE", "signsgd": "Sign-majority SGD", "bop": "Bop", "dqt": "DQT"}
+METHOD_ROWS = {"gft": "GFT", "ste": "STE", "signsgd": "Sign-majority SGD", "bop": "Bop", "dqt": "DQT", "eco": "ECO",
+               "bitnet": "BitNet b1.58"}
 
 
 def baselines_row(method: str, bits: int) -> Recipe:
@@ -167,7 +169,7 @@ def baselines_row(method: str, bits: int) -> Recipe:
     model = Model(width=1024, norm="batch")
     if bits == 32:
         return Recipe(name="mnist-baselines-fp", table="baselines", row="AdamW, full precision", paper=None, model=model)
-    lr = 0.1 if method == "gft" else BASELINE_RATES[method][bits]
+    lr = 0.1 if method == "gft" else BASELINE_RATES.get(method, {}).get(bits, 2e-3)
     return Recipe(name=f"mnist-baselines-{method}-{bits}bit", table="baselines", row=f"{METHOD_ROWS[method]} {bits}bit",
                   paper=None, model=model, integers=Integers("hidden", bits, method=method, lr=lr))
 
@@ -199,6 +201,7 @@ def _all() -> Iterator[Recipe]:
             yield as_paper(recipe)
             yield as_packed(recipe)
     yield from baselines_rows()
+    yield from ladder.recipes()
     for key in (("none", 32), ("hidden", 4), ("all", 2)):
         yield digits(*key)
     for key in (("none", 32), ("mlp", 4), ("blocks", 2)):

@@ -128,7 +128,35 @@ BASELINE_COLUMNS: dict[str, Callable[[Row], str]] = {
     "updates": COLUMNS["updates (counted)"],
     "time": COLUMNS["time"],
 }
+
+
+def or_dash(show: Callable[[Any], str], key: str) -> Callable[[Row], str]:
+    """A cell of a number that may not be known."""
+    return lambda row: "–" if row[key] is None else show(row[key])
+
+
+LADDER_COLUMNS: dict[str, Callable[[Row], str]] = {
+    "row": lambda row: row["name"],
+    "bits a byte, test": lambda row: "–" if row["test_bits_a_byte"] is None else (
+        f"{row['test_bits_a_byte']:.4f}" + (f" ± {row['test_std']:.4f}" if row["n"] > 1 else "")),
+    "to AdamW": or_dash("{:+.4f}".format, "test_gap"),
+    "val, nats": _value,
+    "val at equal time": or_dash("{:.3f}".format, "loss_at_equal_time"),
+    "n": COLUMNS["n"],
+    "B a weight, training": lambda row: f"{row['training_bytes_per_weight']:.3g}",
+    "without votes or gradients": lambda row: f"{row['state_bytes_per_weight']:.3g}",
+    "peak GB": or_dash(lambda number: f"{number / 1e9:.2f}", "peak_bytes"),
+    "ms a step": or_dash("{:.1f}".format, "step_ms"),
+    "kJ": or_dash(lambda number: f"{number / 1e3:.1f}", "joules"),
+    "flips a weight": or_dash("{:.2f}".format, "flips_a_weight"),
+}
 NOTES = {
+    "wiki-ladder": "Settings are chosen on val (tuned.json), bits a byte are of the test split, read once. Val at equal "
+                   "time: where AdamW's run of that size ended by the clock of its steps; a slower method is read off its "
+                   "curve before its rates have fallen, so it is shown worse than a run planned for that time. Figures "
+                   "leave out rows more than half a bit behind AdamW. B a weight: of the "
+                   "blocks' matrices, measured; kJ: of all steps, by the device's own counter, gross, where runs had it to "
+                   "themselves. Flips: levels that changed.",
     "baselines": "Training bytes a weight: weight, optimizer state and gradient or votes as held between backward and step, "
                  "measured; of the quantized layers, which are all but the first and the last, or of all layers in full "
                  "precision. Updates: levels that changed, and float weights (latent ones too) times steps. "
@@ -137,7 +165,7 @@ NOTES = {
 
 
 def columns_of(rows: Sequence[Row]) -> dict[str, Callable[[Row], str]]:
-    return BASELINE_COLUMNS if rows[0]["table"] == "baselines" else COLUMNS
+    return {"baselines": BASELINE_COLUMNS, "wiki-ladder": LADDER_COLUMNS}.get(rows[0]["table"], COLUMNS)
 
 
 # Without it a reader of a table would see a hundredfold of joules and not know why.
@@ -151,7 +179,7 @@ METRICS = {"accuracy": "Validation accuracy in %", "loss": "Validation loss in n
 def spread_note(rows: Sequence[Row]) -> str | None:
     """What a reader who runs a row once may expect. Other methods than ours differ too much to be pooled."""
     degrees = sum(row["n"] - 1 for row in rows)
-    if not degrees or rows[0]["table"] == "baselines":
+    if not degrees or rows[0]["table"] in ("baselines", "wiki-ladder"):
         return None
     deviation = math.sqrt(sum((row["n"] - 1) * row["std"] ** 2 for row in rows) / degrees)
     return SPREAD.format(deviation=f"{deviation:.{_digits(rows[0])}f}", degrees=degrees)
@@ -164,23 +192,27 @@ def markdown(title: str, rows: Sequence[Row]) -> str:
     where = {key: ", ".join(dict.fromkeys(row[key] for row in rows)) for key in ("device", "torch", "command")}
     where["commit"] = ", ".join(dict.fromkeys(commit for row in rows for commit in row["commit"].split(", ")))
     gap = "; gap: ours minus the paper's" if "gap" in columns else ""
-    some = [row["name"] for row in rows if row["orthogonalize"]]
+    some = [row["name"] for row in rows if row["orthogonalize"] and "energy (estimate)" in columns]
     notes = [spread_note(rows), NOTES.get(rows[0]["table"]), ORTHOGONALIZED.format(rows=", ".join(some)) if some else None]
     lines += ["", f"{METRICS[rows[0]['metric']]}, mean ± standard deviation over n seeds ({', '.join(map(str, seeds))})"
               f"{gap}.", "", *(line for note in notes if note for line in (note, "")),
-              "Time is the wall time of one run, beside as many others as the command's --jobs says.", "",
+              *(["Time is the wall time of one run, beside as many others as the command's --jobs says.", ""]
+                if "time" in columns else []),
               f"Command: `{where['command']}` · commit {where['commit']} · {where['device']} · torch {where['torch']}", ""]
     return "\n".join(lines)
 
 
-NARROW = ("row", "paper", "ours", "gap", "n", "bits", "time")  # of COLUMNS, what fits 80 characters
+# What fits 80 characters: of the paper's tables, and of others.
+NARROW = ("row", "paper", "ours", "gap", "n", "bits", "time")
+NARROW_OTHERS = {"baselines": tuple(BASELINE_COLUMNS),
+                 "wiki-ladder": ("row", "bits a byte, test", "to AdamW", "val, nats", "n")}
 
 
 def terminal_table(title: str, rows: Sequence[Row]) -> Table:
     """The columns that fit 80 characters; table.md has them all."""
     table = Table(title=title)
     columns = columns_of(rows)
-    shown = {name: cell for name, cell in columns.items() if columns is not COLUMNS or name in NARROW}
+    shown = {name: columns[name] for name in NARROW_OTHERS.get(rows[0]["table"], NARROW)}
     for place, name in enumerate(shown):
         table.add_column(name, justify="right" if place else "left")
     for row in rows:

@@ -14,9 +14,10 @@ from typing import Any
 
 from gft.errors import UsageError
 from gft.files import write_text
-from gft.lab import older, report, train
+from gft.lab import ladder, older, report, train
 from gft.lab.display import watch, watching
 from gft.lab.generate import sample_of
+from gft.lab.ladder import sheet
 from gft.lab.recipe import Recipe, dotted
 from gft.lab.recipes import RECIPES, VARIANTS, variant_of
 from gft.lab.records import read_json, read_json_lines, write_json, write_lines
@@ -29,7 +30,10 @@ TITLES = {
     "imagenette-vit": "ViT on Imagenette (paper, Table 3)",
     "depth": "Ternary DNN on MNIST by depth (paper, Table 6)",
     "baselines": "Ways to train the hidden layers of a DNN on MNIST, 5×1024",
+    ladder.TABLE: "Llamas of 10M to 1B weights on English Wikipedia",
 }
+COMPARISONS = ("baselines", ladder.TABLE)  # they have the variants beside each other
+SEEDS = 5  # runs a row, unless a table says otherwise
 SUBTITLES = {"default": "", "paper": ", the paper's own rule", "packed": ", without memory: packed levels and no state"}
 # The paper's figure of generated text shows these three; their checkpoints are kept.
 SAMPLED = ("shakespeare-gpt-fp", "shakespeare-gpt-hybrid1-4bit", "shakespeare-gpt-hybrid1-2bit")
@@ -41,47 +45,57 @@ Line = dict[str, Any]
 
 
 def recipes_of(table: str, variant: str = "default", rows: Sequence[str] = ()) -> list[Recipe]:
-    """The recipes of a table in one variant; `rows` keeps only names that contain one of its words. The baselines, which are
-    there to be compared, come with the variants beside them."""
+    """The recipes of a table in one variant; `rows` keeps only names that contain one of its words, or are it where it
+    is a whole name. Comparisons come with the variants beside each other."""
     if table not in TITLES:
         raise UsageError(f"no table {table!r}; choose one of {', '.join(TITLES)}")
     if variant not in VARIANTS:
         raise UsageError(f"no variant {variant!r}; choose one of {', '.join(VARIANTS)}")
-    together = table == "baselines" and variant == "default"
+    together = table in COMPARISONS and variant == "default"
     return [recipe for recipe in RECIPES.values() if recipe.table == table
             and (together or variant_of(recipe.name) == variant)
-            and (not rows or any(row in recipe.name for row in rows))]
+            and (not rows or any(row == recipe.name if row in RECIPES else row in recipe.name for row in rows))]
 
 
 def folders_of(tables: Sequence[str], variant: str, out: Path) -> dict[str, Path]:
-    """Where each table goes in the folder `out`; ["all"] are all of them."""
+    """Where each table goes in the folder `out`; ["all"] are all of them but the ladder, which takes a day."""
+    every = [name for name in TITLES if name != ladder.TABLE]
     return {name: out / (name if variant == "default" else f"{name}-{variant}")
-            for name in (TITLES if list(tables) == ["all"] else tables)}
+            for name in (every if list(tables) == ["all"] else tables)}
+
+
+def as_run(recipe: Recipe, folder: Path) -> Recipe:
+    """The recipe as its table's command runs it: the ladder's take settings chosen on val from the table's folder."""
+    return ladder.as_reported(recipe, folder) if recipe.table == ladder.TABLE else recipe
+
+
+def seeds_of(recipe: Recipe, seeds: int | None) -> int:
+    """How many runs a row has."""
+    return seeds or (ladder.seeds_of(recipe) if recipe.table == ladder.TABLE else SEEDS)
 
 
 def reproduce(folders: Mapping[str, Path],  # of each table
-              *, seeds: int = 5, variant: str = "default", rows: Sequence[str] = (), settings: Sequence[str] = (),
+              *, seeds: int | None = None, variant: str = "default", rows: Sequence[str] = (), settings: Sequence[str] = (),
               device: str = "auto", jobs: int = 1) -> dict[str, list[Line]]:
     """Run what is missing of some tables, all in one queue, and write each (`write_table`) beside its runs when it is whole.
     Tables without any of the `rows` are left alone."""
-    wanted = {table: [recipe.changed(settings) for recipe in recipes_of(table, variant, rows)] for table in folders}
+    wanted = {table: [as_run(recipe, folders[table]).changed(settings) for recipe in recipes_of(table, variant, rows)]
+              for table in folders}
     wanted = {table: recipes for table, recipes in wanted.items() if recipes}
     if not wanted:
         raise UsageError(f"--rows {' '.join(rows)} names no row of {', '.join(folders)}; gft recipes lists them")
     resolve_device(device)
-    options = " ".join([f"--seeds {seeds}", *([f"--{variant}"] if variant != "default" else []),
+    options = " ".join([*([f"--seeds {seeds}"] if seeds else []), *([f"--{variant}"] if variant != "default" else []),
                         *(f"--rows {row}" for row in rows), *(f"--set {setting}" for setting in settings),
                         *([f"--jobs {jobs}"] if jobs > 1 else [])])
     finished = {table: read_lines(folders[table]) for table in wanted}
-    missing = {table: [(recipe, seed, folders[table] / recipe.name / f"seed-{seed}") for seed in range(seeds)
-                       for recipe in recipes if not has_line(finished[table], recipe, seed)]
-               for table, recipes in wanted.items()}
+    missing = {table: missing_of(recipes, folders[table], finished[table], seeds) for table, recipes in wanted.items()}
     for table in wanted:
         write_json(folders[table] / "about.json", {"title": TITLES[table] + SUBTITLES[variant],
-                                                   "command": f"gft reproduce {table} {options}"})
+                                                   "command": f"gft reproduce {table} {options}".strip()})
     written = {table: write_table(folders[table]) for table, left in missing.items() if not left}
     unfinished, stopped = {table: len(left) for table, left in missing.items()}, []
-    total = seeds * sum(map(len, wanted.values()))
+    total = sum(seeds_of(recipe, seeds) for recipes in wanted.values() for recipe in recipes)
     for result in _outcomes([run for left in missing.values() for run in left], total, device, jobs):
         if isinstance(result, TrainingError):
             stopped.append(result)
@@ -95,6 +109,21 @@ def reproduce(folders: Mapping[str, Path],  # of each table
                 write_table(folders[table])
         raise TrainingError(f"{len(stopped)} of {total} runs stopped and the others are done; the first is {stopped[0]}")
     return {table: written[table] for table in wanted}
+
+
+def missing_of(recipes: Sequence[Recipe], folder: Path, lines: Mapping[tuple[str, int], Line],
+               seeds: int | None) -> list[Run]:
+    """The runs of a table that have no line yet, the first seed of all rows first."""
+    most = {recipe.name: seeds_of(recipe, seeds) for recipe in recipes}
+    return [(recipe, seed, folder / recipe.name / f"seed-{seed}") for seed in range(max(most.values(), default=0))
+            for recipe in recipes if seed < most[recipe.name] and not has_line(lines, recipe, seed)]
+
+
+def run_missing(recipes: Sequence[Recipe], folder: Path, device: str = "auto", jobs: int = 1) -> list[Line | TrainingError]:
+    """Run recipes once each, with seed 0, unless the folder has their lines: what came of those that were run."""
+    resolve_device(device)
+    missing = missing_of(recipes, folder, read_lines(folder), 1)
+    return list(_outcomes(missing, len(recipes), device, jobs))
 
 
 def read_lines(out: Path) -> dict[tuple[str, int], Line]:
@@ -132,12 +161,17 @@ def write_table(out: Path) -> list[Line]:
     if not lines:
         raise UsageError(f"no run in {out} is finished yet; go on with: {about['command']}")
     rows = report.table_rows(lines, about["command"])
+    if rows[0]["table"] == ladder.TABLE:
+        rows = sheet.ladder_rows(rows, lines)
     write_json(out / "table.json", {"title": about["title"], "rows": rows})
     write_text(out / "table.md", report.markdown(about["title"], rows))
     write_lines(out / "runs.jsonl", lines)
     curves = {row["name"]: [line["curve"] for line in lines if line["recipe"] == row["recipe"] and line.get("curve")]
               for row in rows}
-    if drawn := {name: seeds for name, seeds in curves.items() if seeds}:
+    drawn = {name: seeds for name, seeds in curves.items() if seeds}
+    if rows[0]["table"] == ladder.TABLE:
+        sheet.draw(rows, lines, out)
+    elif drawn:
         report.plot_curves(drawn, about["title"], rows[0]["metric"], [out / "curves.png", out / "curves.svg"])
     return rows
 
@@ -208,6 +242,8 @@ def _work(run: Run, device: str, events: Any, threads: int) -> None:
 
 def _side_by_side(missing: Sequence[Run], device: str, jobs: int) -> Iterator[Event]:
     """Several processes at once: small networks leave a GPU waiting for the host between kernels."""
+    for recipe in {run[0].data: run[0] for run in missing}.values():
+        train.data_of(recipe)  # tokens and images are prepared once, not by each process
     context = multiprocessing.get_context("spawn")
     threads = max(1, multiprocessing.cpu_count() // jobs)
     # A process for each run: what torch.compile made for one then serves the others. A pool's exit ends its processes at

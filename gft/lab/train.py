@@ -24,10 +24,12 @@ from gft.lab.models import ViT
 from gft.lab.provenance import commit, device_name
 from gft.lab.recipe import Recipe
 from gft.lab.runs import RunFolder, TrainingError, checkpoint_of, read_config, resolve_device
+from gft.lab.stopwatch import Stopwatch, counters_of
 from gft.layers import quantized_layers
 
 LOG_EVERY = 20
 SECONDS_BETWEEN_CHECKPOINTS = 60.0
+LEAST_REST = 20  # times as long as the last checkpoint took: those of large networks take a while
 
 
 @dataclass(frozen=True)
@@ -88,28 +90,35 @@ def load_run(folder: Path, device: str = "auto", *, to_write: bool = False) -> t
     checkpoint keeps, the characters, so the text itself may be gone."""
     recipe, checkpoint, on = recipe_of(folder), checkpoint_of(folder), resolve_device(device)
     kept = kept_text(recipe, checkpoint)
-    data = (datasets.Text.without_splits(**kept) if kept and to_write else datasets.load(recipe.data.name)).to(on)
+    characters = kept is not None and "characters" in kept
+    data = (datasets.Text.without_splits(**kept) if kept and characters and to_write else data_of(recipe)).to(on)
     check_text(data, kept, folder)
     model = build_model(recipe, data).to(on)
     gft.load_checkpoint(checkpoint, model)
     return model.eval(), data, recipe
 
 
+def data_of(recipe: Recipe) -> DataSet:
+    return datasets.load(recipe.data.name, recipe.data.context, recipe.data.vocabulary)
+
+
 def text_of(data: DataSet) -> dict[str, Any] | None:
-    """What a checkpoint keeps of a text: which number is which character."""
+    """What a checkpoint keeps of a text: which number is which character; of a corpus a fingerprint of its vocabulary."""
+    if isinstance(data, datasets.Corpus):
+        return {"vocabulary": data.fingerprint, "context": data.context}
     return {"characters": data.characters, "context": data.context} if isinstance(data, datasets.Text) else None
 
 
 def kept_text(recipe: Recipe, checkpoint: Path) -> dict[str, Any] | None:
     """What a checkpoint has kept of a text, known before there is a model to load it into: its size depends on that."""
-    return read_checkpoint(checkpoint)["extra"].get("text") if recipe.model.name == "gpt" else None
+    return read_checkpoint(checkpoint)["extra"].get("text") if recipe.model.name in ("gpt", "llama") else None
 
 
 def check_text(data: DataSet, kept: dict[str, Any] | None, folder: Path) -> None:
     """A model reads numbers; those of a text with other characters would mean something else to it."""
     if kept not in (None, text_of(data)):
-        raise TrainingError(f"the text that {folder} was trained on has other characters now; give it back the text it had, "
-                            "or train anew in another folder")
+        raise TrainingError(f"the text that {folder} was trained on has other characters or tokens now; give it back the "
+                            "text it had, or train anew in another folder")
 
 
 def evaluate_run(folder: Path, split: str, device: str = "auto") -> tuple[float, Recipe]:
@@ -136,22 +145,24 @@ def training(recipe: Recipe, out: Path, *, seed: int = 0, device: str = "auto", 
     if folder.result is not None:
         yield Progress(steps, steps, result=folder.result)
         return
-    data = datasets.load(recipe.data.name).to(on)
+    data = data_of(recipe).to(on)
     torch.manual_seed(seed)
     model = build_model(recipe, data).to(on)
     optimizer = build_optimizer(recipe, model, seed)
     scheduler = build_scheduler(recipe, optimizer)
-    step, seconds = 0, 0.0
+    step, seconds, watch = 0, 0.0, Stopwatch(counters_of(on))
     if folder.checkpoint.exists():
         check_text(data, kept_text(recipe, folder.checkpoint), out)
         restored = gft.load_checkpoint(folder.checkpoint, model, optimizer, scheduler)
         step, seconds = restored["step"], restored["seconds"]
+        watch = Stopwatch(counters_of(on), restored.get("train_s", 0.0), restored.get("joules"))
     folder.start(step, tensorboard)
 
     eval_every = recipe.schedule.eval_every or data.per_epoch(recipe.data.batch)
     compiles = recipe.model.compiled and on.type == "cuda"
     batches = data.batches(recipe.data.batch, seed, first_step=step, augment=recipe.data.augment, compiled=compiles)
-    saved_at = clock = time.perf_counter()
+    saved_at, rest = time.perf_counter(), SECONDS_BETWEEN_CHECKPOINTS
+    clock = saved_at
     loss = torch.zeros(())
 
     # What is rare and of another shape, evaluation and the last batch of an epoch, runs the model as it is: to compile it
@@ -162,12 +173,20 @@ def training(recipe: Recipe, out: Path, *, seed: int = 0, device: str = "auto", 
         with precision(recipe, on):
             logits = (compiled if len(x) == recipe.data.batch else model)(x)
         loss = cross_entropy(logits, y, recipe.data.label_smoothing)
-        optimizer.zero_grad(); loss.backward(); optimizer.step()
+        optimizer.zero_grad(); loss.backward()
+        if clipped:
+            nn.utils.clip_grad_norm_(clipped, recipe.dense.clip or 0.0)
+        optimizer.step()
         return loss
 
     def taker() -> Callable[[Tensor, Tensor], Tensor]:
         return take_step if on_the_host(optimizer) else gft.Captured(take_step, optimizer)
 
+    clipped = gft.dense(model) if recipe.dense.clip is not None else []
+    if on.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(on)
+    progress = Progress(step, steps)
+    watch.start(step)
     take, whole_from = taker(), math.ceil(steps * (1 - recipe.schedule.whole_images))
     while step < steps:
         if isinstance(model, ViT) and step >= whole_from and not model.sees_whole_images:
@@ -181,26 +200,47 @@ def training(recipe: Recipe, out: Path, *, seed: int = 0, device: str = "auto", 
         progress = Progress(step, steps)
         if step % LOG_EVERY == 0 or last:
             progress = dataclasses.replace(progress, loss=finite_loss(loss, step, folder))
+            watch.mark(step)
             folder.log(step, loss=progress.loss, lr=scheduler.get_last_lr()[0])
         if step % eval_every == 0 or last:
+            watch.stop()
             progress = dataclasses.replace(progress, val=evaluate(model, data, "val", recipe))
-            folder.log(step, val=progress.val, layers=gft.statistics(model, optimizer))
-        due = step % checkpoint_every == 0 if checkpoint_every else clock - saved_at > SECONDS_BETWEEN_CHECKPOINTS
+            folder.log(step, val=progress.val, train_s=watch.seconds, layers=gft.statistics(model, optimizer))
+            watch.start(step)
+        due = step % checkpoint_every == 0 if checkpoint_every else clock - saved_at > rest
         seconds, clock = seconds + time.perf_counter() - clock, time.perf_counter()
         if (due and not last) or (last and keep_checkpoint):
             finite_loss(loss, step, folder)  # a diverged state is none to go on from
+            watch.stop()
             gft.save_checkpoint(folder.checkpoint, model, optimizer, scheduler, step=step, seconds=seconds,
-                                text=text_of(data))
-            saved_at = clock
+                                train_s=watch.seconds, joules=watch.joules, text=text_of(data))
+            saved_at = time.perf_counter()
+            rest = max(SECONDS_BETWEEN_CHECKPOINTS, LEAST_REST * (saved_at - clock))
+            watch.start(step)
         if not last:
             yield progress
             clock = time.perf_counter()  # what the caller took is not the run's time
 
-    result = summary(recipe, model, optimizer, evaluate(model, data, "val", recipe))
+    watch.stop()
+    peak = torch.cuda.max_memory_allocated(on) if on.type == "cuda" else None
+    value = evaluate(model, data, "val", recipe) if progress.val is None else progress.val
+    result = summary(recipe, model, optimizer, value) | measures(model, data, recipe, value)
+    result |= {"train_s": watch.seconds, "step_ms": watch.step_ms, "joules": watch.joules, "peak_bytes": peak}
     result |= {"seed": seed, "wall_s": seconds, "device": device_name(on), "torch": torch.__version__, "commit": commit(),
                "config": recipe.config()}
     folder.finish(result, keep_checkpoint)
     yield Progress(step, steps, float(loss.detach()), result["value"], result)
+
+
+def measures(model: nn.Module, data: DataSet, recipe: Recipe, value: float) -> dict[str, Any]:
+    """What result.json says of a corpus: bits a byte and how many tokens were seen; of any data the test split, if it is
+    to be read."""
+    test = evaluate(model, data, "test", recipe) if recipe.data.test else None
+    if not isinstance(data, datasets.Corpus):
+        return {"test": test}
+    return {"test": test, "test_bits_a_byte": None if test is None else data.bits_a_byte("test", test),
+            "bits_a_byte": data.bits_a_byte("val", value),
+            "tokens": recipe.schedule.steps * recipe.data.batch * data.context}
 
 
 def finite_loss(loss: Tensor, step: int, folder: RunFolder) -> float:
@@ -224,6 +264,8 @@ def summary(recipe: Recipe, model: nn.Module, optimizer: gft.Hybrid, value: floa
     latent = sum(parameter.numel() for parameter in gft.dense(model)) - fp32
     flips = sum(part.flips() for part in optimizer.optimizers if isinstance(part, (gft.GFT, baselines.LevelOptimizer)))
     own = integers.method == "gft"
+    counted = integers.layers != "none" and integers.method not in ("ste", "bitnet")
+    with_gradients, without = baselines.training_bytes_after_step(model, optimizer)
     joules = energy.energy_estimate_j(fp32, quantized, integers.bits, steps)
     if integers.orthogonalize:
         joules += steps * energy.orthogonalize_j((layer.rows, layer.columns) for layer in quantized_layers(model).values())
@@ -233,7 +275,8 @@ def summary(recipe: Recipe, model: nn.Module, optimizer: gft.Hybrid, value: floa
         "fp32_params": fp32, "quantized_params": quantized, "bits": integers.bits,
         "bits_total": energy.bits_total(fp32, quantized, integers.bits),
         "bytes_per_weight": stored_bytes(model) / quantized if quantized else 4.0,
-        "training_bytes_per_weight": baselines.training_bytes_after_step(model, optimizer),
+        "training_bytes_per_weight": with_gradients, "state_bytes_per_weight": without,
+        "flips": flips if counted else None,
         "updates_estimated": energy.updates_estimated(fp32, quantized, steps) if own else None,
         "updates_actual": (fp32 + latent) * steps + flips,
         "energy_estimate_j": joules if own else None,

@@ -7,6 +7,7 @@ from gft.lab.data import folder
 
 # What makes any recipe of a model small.
 SMALL = {"dnn": ["data=digits", "width=16"], "gpt": ["data=verses", "width=16", "depth=2", "heads=2"],
+         "llama": ["data=verses", "context=16", "vocabulary=none", "width=16", "depth=2", "heads=2"],
          "vit": ["data=digits-images", "width=16", "depth=2", "heads=2", "patch=4"]}
 
 

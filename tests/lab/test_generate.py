@@ -77,9 +77,9 @@ def test_a_run_folder_writes_without_its_text_and_refuses_another(tmp_path):
     for other in (text.replace("a", "å"), text + "å"):  # as many characters as before, whose names alone differ; one more
         file.write_text(other)
         assert "".join(generate.generate(run, length=30, device="cpu")) == written
-        with pytest.raises(train.TrainingError, match="other characters now"):
+        with pytest.raises(train.TrainingError, match="other characters or tokens now"):
             train.evaluate_run(run, "val", "cpu")
-        with pytest.raises(train.TrainingError, match="other characters now"):
+        with pytest.raises(train.TrainingError, match="other characters or tokens now"):
             next(train.training(recipe, run, device="cpu", resume=True))
         assert (run / "metrics.jsonl").read_bytes() == before
 

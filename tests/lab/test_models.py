@@ -3,12 +3,15 @@
 import pytest
 import torch
 
+import gft
 from gft.errors import UsageError
 from gft.lab import build, data, recipes, tables, train
 from gft.lab.data.augment import middle
 from gft.lab.energy.networks import network
-from gft.lab.models import DNN, GPT, ResNet, ViT, vit
+from gft.lab.models import DNN, GPT, Llama, ResNet, ViT, vit
+from gft.lab.models.llama import names_in_transformers
 from gft.lab.models.resnet import Bottleneck, large_image_stem
+from gft.layers import quantized_layers
 
 
 def test_dnn_has_the_papers_parameters():
@@ -153,3 +156,45 @@ def test_gpt_sees_no_later_character():
     before, after = model(tokens), model(changed)
     assert torch.allclose(before[:, :7], after[:, :7], atol=1e-6)
     assert not torch.allclose(before[:, 7:], after[:, 7:], atol=1e-3)
+
+
+# ---------------------------------------------------------------------------------------------------- Llama
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2], ids=["all heads", "grouped queries"])
+def test_llama_gives_the_logits_and_gradients_of_transformers(kv_heads):
+    transformers = pytest.importorskip("transformers")
+    ours = Llama(50, 24, 32, 2, 4, kv_heads, inner=72)
+    config = transformers.LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=72, num_hidden_layers=2,
+                                      num_attention_heads=4, num_key_value_heads=kv_heads, max_position_embeddings=24,
+                                      rms_norm_eps=1e-6, tie_word_embeddings=False, attn_implementation="eager")
+    theirs = transformers.LlamaForCausalLM(config)
+    for parameter in ours.parameters():  # norms too: ones would hide a norm that is left out
+        torch.nn.init.normal_(parameter, std=0.3)
+    names = names_in_transformers(ours)
+    weights = {names[name]: parameter.detach().clone() for name, parameter in ours.named_parameters()}
+    assert not theirs.load_state_dict(weights).missing_keys
+    tokens = torch.randint(50, (3, 20))
+    mine, hers = ours(tokens), theirs(tokens).logits
+    assert hers.std() > 0.2
+    torch.testing.assert_close(mine, hers, rtol=1e-4, atol=1e-4)
+    mine.square().mean().backward()
+    hers.square().mean().backward()
+    of_theirs = dict(theirs.named_parameters())
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter.grad, of_theirs[names[name]].grad, rtol=1e-3, atol=1e-5)
+
+
+def test_llamas_body_becomes_integers_and_its_later_tokens_do_not_speak_to_earlier_ones():
+    model = Llama(20, 8, 16, 2, 2)
+    gft.quantize_(model, 2, lambda module, name: name.startswith("blocks."))
+    assert len(quantized_layers(model)) == 2 * 7
+    tokens = torch.randint(20, (1, 8))
+    changed = tokens.clone()
+    changed[0, 5] = (changed[0, 5] + 1) % 20
+    same = (model(tokens) == model(changed)).all(-1)[0]
+    assert same.tolist() == [True] * 5 + [False] * 3
+    with pytest.raises(UsageError, match="9 tokens are more than"):
+        model(torch.zeros(1, 9, dtype=torch.long))
+    with pytest.raises(UsageError, match="kv_heads=3"):
+        Llama(20, 8, 16, 1, 4, 3)

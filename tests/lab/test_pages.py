@@ -95,6 +95,7 @@ OLDEST = "mnist-dnn-paper"  # it has lines of a time when runs did not keep thei
 def test_results_are_of_the_recipes_as_they_are(folder):
     variant = tables.variant_of(folder)
     lines = tables.read_lines(RESULTS / folder)
-    known = {recipe.name: recipe for recipe in tables.recipes_of(folder.removesuffix(f"-{variant}"), variant)}
+    known = {recipe.name: tables.as_run(recipe, RESULTS / folder)
+             for recipe in tables.recipes_of(folder.removesuffix(f"-{variant}"), variant)}
     assert {name for name, _ in lines} <= known.keys()
     assert all(tables.has_line(lines, known[name], seed) for name, seed in lines)

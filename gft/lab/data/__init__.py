@@ -5,6 +5,8 @@
     imagenette, imagenette-SIZE    photographs           Dataset
     shakespeare, verses            characters            Text
     text:PATH                      any text file         Text
+    wiki, wikitext-103, fineweb-edu   tokens             Corpus
+    corpus:PATH                    any file or folder    Corpus
 
 `load(name)` gives one, `found(name)` says where it lies, `fetch(name)` downloads it if need be.
 """
@@ -15,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from gft.lab.data.augment import AUGMENT
+from gft.lab.data.corpus import NAMED, Corpus, load_corpus
 from gft.lab.data.dataset import SPLITS, Dataset
 from gft.lab.data.digits import load_digits, load_digits_images
 from gft.lab.data.folder import DataError, Source, data_folder
@@ -34,10 +37,10 @@ from gft.lab.data.mnist import (
 from gft.lab.data.text import Text, fetch_shakespeare, find_shakespeare, load_shakespeare, load_text, load_verses
 
 __all__ = [
-    "AUGMENT", "LOADERS", "MNIST_FILES", "MNIST_MEAN", "MNIST_MIRRORS", "MNIST_STD", "MNIST_TRAIN", "SPLITS", "DataError",
-    "Dataset", "Entry", "Source", "Text", "_read_idx", "check", "data_folder", "embedded", "fetch", "fetch_mnist",
-    "find_mnist", "found", "load", "load_digits", "load_digits_images", "load_imagenette", "load_mnist", "load_mnist_images",
-    "load_shakespeare", "load_text", "load_verses", "names",
+    "AUGMENT", "LOADERS", "MNIST_FILES", "MNIST_MEAN", "MNIST_MIRRORS", "MNIST_STD", "MNIST_TRAIN", "SPLITS", "Corpus",
+    "DataError", "Dataset", "Entry", "Source", "Text", "_read_idx", "check", "data_folder", "embedded", "fetch",
+    "fetch_mnist", "find_mnist", "found", "load", "load_corpus", "load_digits", "load_digits_images",
+    "load_imagenette", "load_mnist", "load_mnist_images", "load_shakespeare", "load_text", "load_verses", "names",
 ]
 
 
@@ -45,10 +48,11 @@ __all__ = [
 class Entry:
     """One data set."""
 
-    load: Callable[..., Dataset | Text]
+    load: Callable[..., Dataset | Text | Corpus]
     find: Callable[[], str | None]  # where it lies; None: not here yet
     fetch: Callable[[bool], object] | None = None  # find or download it; None: there is nothing to download
     is_text: bool = False
+    is_corpus: bool = False  # text as tokens, with a vocabulary of its own
 
 
 def _place_of_mnist() -> str | None:
@@ -72,6 +76,8 @@ ENTRIES = {
     "imagenette": _imagenette(224),
     "shakespeare": Entry(load_shakespeare, _path(find_shakespeare), fetch_shakespeare, is_text=True),
     "verses": Entry(load_verses, lambda: "gft, which brings it", is_text=True),
+    **{name: Entry(load_it, _path(find), fetch_it, is_text=True, is_corpus=True)
+       for name, (load_it, find, fetch_it) in NAMED.items()},
 }
 LOADERS = {name: entry.load for name, entry in ENTRIES.items()}
 names = tuple(ENTRIES)
@@ -87,7 +93,11 @@ def _entry(name: str) -> Entry:
     if kind == "text" and path:
         file = Path(path).expanduser()
         return Entry(partial(load_text, file), lambda: str(file) if file.is_file() else None, is_text=True)
-    raise DataError(f"no data set {name!r}; choose one of {', '.join(names)}, imagenette-SIZE or text:PATH")
+    if kind == "corpus" and path:
+        place = Path(path).expanduser()
+        return Entry(partial(load_corpus, place), lambda: str(place) if place.exists() else None, is_text=True,
+                     is_corpus=True)
+    raise DataError(f"no data set {name!r}; choose one of {', '.join(names)}, imagenette-SIZE, text:PATH or corpus:PATH")
 
 
 def check(name: str) -> None:
@@ -95,14 +105,16 @@ def check(name: str) -> None:
     _entry(name)
 
 
-def load(name: str, context: int | None = None) -> Dataset | Text:
-    """The data set `name`, on the CPU. context: characters in a sample of text, its own default if None."""
+def load(name: str, context: int | None = None, vocabulary: int | None = None) -> Dataset | Text | Corpus:
+    """The data set `name`, on the CPU. context: characters, or tokens, in a sample of text, its own default if None;
+    vocabulary: tokens that a corpus is cut into."""
     entry = _entry(name)
-    if context is None:
-        return entry.load()
-    if not entry.is_text:
+    if context is not None and not entry.is_text:
         raise DataError(f"context={context} is for text and {name} is none; leave it out")
-    return entry.load(context=context)
+    if vocabulary is not None and not entry.is_corpus:
+        raise DataError(f"vocabulary={vocabulary} is for a corpus of tokens and {name} is none; leave it out")
+    asked = {"context": context, "vocabulary": vocabulary}
+    return entry.load(**{key: value for key, value in asked.items() if value is not None})
 
 
 def found(name: str) -> str | None:
@@ -122,5 +134,6 @@ def fetch(name: str, progress: bool = True) -> str:
         entry.fetch(progress)
     place = entry.find()
     if place is None:
-        raise DataError(f"{name} is not a file, and there is nothing to fetch; give text:PATH with the path of a text file")
+        raise DataError(f"{name} is not a file, and there is nothing to fetch; give text:PATH or corpus:PATH with the path "
+                        "of text")
     return place

@@ -5,12 +5,15 @@ images) goes beside it if we may write there, else into the user's cache folder,
 temporary files.
 """
 
+import http.client
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from gft.errors import UsageError
 
@@ -89,3 +92,34 @@ def retrieve(what: str, file: Source, mirrors: Iterable[str], folder: Path, prog
         except ValueError as error:  # pooch's own: a wrong checksum
             why = str(error).splitlines()[0]
     raise DataError(f"{what} is not in {data_folder()} and could not be fetched ({why}); {mend}")
+
+
+def retrieve_published(what: str, url: str, folder: Path, progress: bool, mend: str) -> Path:
+    """Download a file of the Hugging Face hub, checked by the SHA-256 that the hub itself states of it (X-Linked-Etag)."""
+    import pooch
+
+    if not _may_write(folder):
+        raise DataError(f"{what} is not in {data_folder()}, and nothing may be written there; set GFT_DATA to a folder of "
+                        f"yours, or {mend}")
+    try:
+        stated = _stated_checksum(url)
+        name, bar = url.rsplit("/", 1)[-1], progress and sys.stderr.isatty()
+        return Path(pooch.retrieve(url, f"sha256:{stated}", name, folder, progressbar=bar))
+    except (OSError, ValueError) as error:
+        why = "is there a network?" if isinstance(error, OSError) else str(error).splitlines()[0].partition(". ")[0]
+        raise DataError(f"{what} is not in {data_folder()} and could not be fetched ({why}); {mend}") from None
+
+
+def _stated_checksum(url: str) -> str:
+    """The hub answers with a redirection that carries it; what lies behind that need not be asked."""
+    parts = urlsplit(url)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = kind(parts.netloc, timeout=30)
+    try:
+        connection.request("HEAD", parts.path)
+        stated = (connection.getresponse().getheader("X-Linked-Etag") or "").strip('"')
+    finally:
+        connection.close()
+    if not re.fullmatch(r"[0-9a-f]{64}", stated):
+        raise ValueError("the hub states no checksum of this file")
+    return stated

@@ -37,12 +37,12 @@ class Network(NamedTuple):
         return dataclasses.replace(joules, optimizer=joules.optimizer + added)
 
 
-def stand_in(name: str) -> DataSet:
+def stand_in(name: str, context: int | None = None) -> DataSet:
     """A data set with the shape of the one named, or that itself."""
     if name == "shakespeare":
         return datasets.Text.of("".join(map(chr, range(33, 33 + CHARACTERS))) * 100)
     if name not in SHAPES:
-        return datasets.load(name)
+        return datasets.load(name, context)
     split = torch.zeros(1, *SHAPES[name]), torch.zeros(1, dtype=torch.long)
     return datasets.Dataset(split, split, split)
 
@@ -50,7 +50,7 @@ def stand_in(name: str) -> DataSet:
 @functools.cache
 def network(recipe: Recipe) -> Network:
     """The recipe's network with the products of a step that leaves patches out as the recipe says."""
-    data, batch = stand_in(recipe.data.name), recipe.data.batch
+    data, batch = stand_in(recipe.data.name, recipe.data.context), recipe.data.batch
     with torch.device("meta"):
         float_model = build_float_model(recipe, data)
         # Its integers start anew: there are no float values to keep on this device.
@@ -58,7 +58,7 @@ def network(recipe: Recipe) -> Network:
     layers = quantized_layers(model)
     shapes = [(layer.rows, layer.columns) for layer in layers.values()]
     integers = sum(out * features for out, features in shapes)
-    if isinstance(data, datasets.Text):
+    if not isinstance(data, datasets.Dataset):
         x = torch.zeros(batch, data.context, dtype=torch.long, device="meta")
     else:
         shape = data.shape if recipe.model.name == "vit" else (data.inputs,)
