@@ -18,16 +18,20 @@ from gft.capture import on_the_host
 from gft.checkpoint import read_checkpoint
 from gft.lab import baselines, energy
 from gft.lab import data as datasets
-from gft.lab.build import DataSet, build_model, build_optimizer, build_scheduler
+from gft.lab.build import DataSet, build_float_model, build_model, build_optimizer, build_scheduler
 from gft.lab.data.augment import middle
 from gft.lab.models import ViT
 from gft.lab.provenance import commit, device_name
 from gft.lab.recipe import Recipe
+from gft.lab.records import is_number
 from gft.lab.runs import RunFolder, TrainingError, checkpoint_of, read_config, resolve_device
+from gft.lab.stopping import Stopped, asked_to_stop, deferred
 from gft.layers import quantized_layers
 
 LOG_EVERY = 20
 SECONDS_BETWEEN_CHECKPOINTS = 60.0
+WEIGHTS_A_BYTE = 4  # of a checkpoint, at most
+LONGEST_CONTEXT = 2**16  # characters; more is no text of ours
 
 
 @dataclass(frozen=True)
@@ -90,9 +94,21 @@ def load_run(folder: Path, device: str = "auto", *, to_write: bool = False) -> t
     kept = kept_text(recipe, checkpoint)
     data = (datasets.Text.without_splits(**kept) if kept and to_write else datasets.load(recipe.data.name)).to(on)
     check_text(data, kept, folder)
+    check_size(recipe, data, checkpoint)
     model = build_model(recipe, data).to(on)
     gft.load_checkpoint(checkpoint, model)
     return model.eval(), data, recipe
+
+
+def check_size(recipe: Recipe, data: DataSet, checkpoint: Path) -> None:
+    """A config and a checkpoint are two files, and may be of two runs. A network that the checkpoint cannot fill, at two
+    bits a weight, is refused before memory is taken for it."""
+    with torch.device("meta"):
+        weights = sum(parameter.numel() for parameter in build_float_model(recipe, data).parameters())
+    held = checkpoint.stat().st_size if checkpoint.is_file() else None
+    if held is not None and weights > WEIGHTS_A_BYTE * held:
+        raise TrainingError(f"config.json describes {weights:,} weights, and {checkpoint} has {held:,} bytes; restore the "
+                            "one that belongs to it")
 
 
 def text_of(data: DataSet) -> dict[str, Any] | None:
@@ -102,7 +118,18 @@ def text_of(data: DataSet) -> dict[str, Any] | None:
 
 def kept_text(recipe: Recipe, checkpoint: Path) -> dict[str, Any] | None:
     """What a checkpoint has kept of a text, known before there is a model to load it into: its size depends on that."""
-    return read_checkpoint(checkpoint)["extra"].get("text") if recipe.model.name == "gpt" else None
+    if recipe.model.name != "gpt":
+        return None
+    extra = read_checkpoint(checkpoint)["extra"]
+    kept = extra.get("text") if isinstance(extra, dict) else None
+    if kept is not None:
+        characters, context = (kept.get(key) if isinstance(kept, dict) else None for key in ("characters", "context"))
+        if not (isinstance(characters, str) and characters and list(characters) == sorted(set(characters))
+                and isinstance(context, int) and 1 <= context <= LONGEST_CONTEXT):
+            raise TrainingError(f"{checkpoint} says nothing sensible of the text it was trained on; restore it from a copy, "
+                                "or train anew in another folder")
+        kept = {"characters": characters, "context": context}
+    return kept
 
 
 def check_text(data: DataSet, kept: dict[str, Any] | None, folder: Path) -> None:
@@ -131,11 +158,30 @@ def training(recipe: Recipe, out: Path, *, seed: int = 0, device: str = "auto", 
     checkpoint_every: steps between checkpoints; once a minute if None. keep_checkpoint: leave the last one in the folder
     when the run is done, for `gft eval`.
     """
-    on, steps = resolve_device(device), recipe.schedule.steps
+    on = resolve_device(device)
     folder = RunFolder(out, recipe, seed, resume)
     if folder.result is not None:
-        yield Progress(steps, steps, result=folder.result)
+        yield Progress(recipe.schedule.steps, recipe.schedule.steps, result=folder.result)
         return
+    try:
+        yield from _train(recipe, folder, Options(seed, on, checkpoint_every, keep_checkpoint, tensorboard))
+    finally:
+        folder.close()
+
+
+@dataclass(frozen=True)
+class Options:
+    """What decides nothing of a run's outcome, but for the seed."""
+
+    seed: int
+    device: torch.device
+    checkpoint_every: int | None  # steps; once a minute if None
+    keep_checkpoint: bool
+    tensorboard: bool
+
+
+def _train(recipe: Recipe, folder: RunFolder, options: Options) -> Iterator[Progress]:
+    on, seed, steps = options.device, options.seed, recipe.schedule.steps
     data = datasets.load(recipe.data.name).to(on)
     torch.manual_seed(seed)
     model = build_model(recipe, data).to(on)
@@ -143,10 +189,10 @@ def training(recipe: Recipe, out: Path, *, seed: int = 0, device: str = "auto", 
     scheduler = build_scheduler(recipe, optimizer)
     step, seconds = 0, 0.0
     if folder.checkpoint.exists():
-        check_text(data, kept_text(recipe, folder.checkpoint), out)
+        check_text(data, kept_text(recipe, folder.checkpoint), folder.path)
         restored = gft.load_checkpoint(folder.checkpoint, model, optimizer, scheduler)
-        step, seconds = restored["step"], restored["seconds"]
-    folder.start(step, tensorboard)
+        step, seconds = reached(restored, steps, folder.checkpoint)
+    folder.start(step, options.tensorboard)
 
     eval_every = recipe.schedule.eval_every or data.per_epoch(recipe.data.batch)
     compiles = recipe.model.compiled and on.type == "cuda"
@@ -168,39 +214,55 @@ def training(recipe: Recipe, out: Path, *, seed: int = 0, device: str = "auto", 
     def taker() -> Callable[[Tensor, Tensor], Tensor]:
         return take_step if on_the_host(optimizer) else gft.Captured(take_step, optimizer)
 
-    take, whole_from = taker(), math.ceil(steps * (1 - recipe.schedule.whole_images))
-    while step < steps:
-        if isinstance(model, ViT) and step >= whole_from and not model.sees_whole_images:
-            model.drop_patches(0.0)
-            take = taker()  # a CUDA graph is of one number of patches
-        loss = take(*next(batches))
-        scheduler.step()
-        step += 1
+    def save() -> None:
+        finite_loss(loss, step, folder)  # a diverged state is none to go on from
+        folder.flush()
+        gft.save_checkpoint(folder.checkpoint, model, optimizer, scheduler, step=step, seconds=seconds, text=text_of(data))
 
-        last = step == steps
-        progress = Progress(step, steps)
-        if step % LOG_EVERY == 0 or last:
-            progress = dataclasses.replace(progress, loss=finite_loss(loss, step, folder))
-            folder.log(step, loss=progress.loss, lr=scheduler.get_last_lr()[0])
-        if step % eval_every == 0 or last:
-            progress = dataclasses.replace(progress, val=evaluate(model, data, "val", recipe))
-            folder.log(step, val=progress.val, layers=gft.statistics(model, optimizer))
-        due = step % checkpoint_every == 0 if checkpoint_every else clock - saved_at > SECONDS_BETWEEN_CHECKPOINTS
-        seconds, clock = seconds + time.perf_counter() - clock, time.perf_counter()
-        if (due and not last) or (last and keep_checkpoint):
-            finite_loss(loss, step, folder)  # a diverged state is none to go on from
-            gft.save_checkpoint(folder.checkpoint, model, optimizer, scheduler, step=step, seconds=seconds,
-                                text=text_of(data))
-            saved_at = clock
-        if not last:
-            yield progress
-            clock = time.perf_counter()  # what the caller took is not the run's time
+    take, whole_from = taker(), math.ceil(steps * (1 - recipe.schedule.whole_images))
+    with deferred():
+        while step < steps:
+            if isinstance(model, ViT) and step >= whole_from and not model.sees_whole_images:
+                model.drop_patches(0.0)
+                take = taker()  # a CUDA graph is of one number of patches
+            loss = take(*next(batches))
+            scheduler.step()
+            step += 1
+
+            last, every = step == steps, options.checkpoint_every
+            progress = Progress(step, steps)
+            if step % LOG_EVERY == 0 or last:
+                progress = dataclasses.replace(progress, loss=finite_loss(loss, step, folder))
+                folder.log(step, loss=progress.loss, lr=scheduler.get_last_lr()[0])
+            if step % eval_every == 0 or last:
+                progress = dataclasses.replace(progress, val=evaluate(model, data, "val", recipe))
+                folder.log(step, val=progress.val, layers=gft.statistics(model, optimizer))
+            due = step % every == 0 if every else clock - saved_at > SECONDS_BETWEEN_CHECKPOINTS
+            seconds, clock = seconds + time.perf_counter() - clock, time.perf_counter()
+            signal = None if last else asked_to_stop()
+            if (due and not last) or (last and options.keep_checkpoint) or signal:
+                save()
+                saved_at = clock
+            if signal:
+                raise Stopped(signal, f"step {step} of {steps} is saved in {folder.path}; --resume goes on from there")
+            if not last:
+                yield progress
+                clock = time.perf_counter()  # what the caller took is not the run's time
 
     result = summary(recipe, model, optimizer, evaluate(model, data, "val", recipe))
     result |= {"seed": seed, "wall_s": seconds, "device": device_name(on), "torch": torch.__version__, "commit": commit(),
                "config": recipe.config()}
-    folder.finish(result, keep_checkpoint)
+    folder.finish(result, options.keep_checkpoint)
     yield Progress(step, steps, float(loss.detach()), result["value"], result)
+
+
+def reached(extra: dict[str, Any], steps: int, checkpoint: Path) -> tuple[int, float]:
+    """The step and the seconds of training that a checkpoint of this run stands at."""
+    step, seconds = extra.get("step"), extra.get("seconds")
+    if not (isinstance(step, int) and 0 <= step <= steps and isinstance(seconds, (int, float)) and is_number(seconds)):
+        raise TrainingError(f"{checkpoint} was not written by this run (it is to have {steps} steps); restore it from a "
+                            "copy, or train anew in another folder")
+    return step, seconds
 
 
 def finite_loss(loss: Tensor, step: int, folder: RunFolder) -> float:

@@ -38,8 +38,9 @@ def idx(values: torch.Tensor) -> bytes:
 
 @pytest.fixture
 def mnist_like(tmp_path, monkeypatch):
-    """Seven images in torchvision's layout, unpacked."""
+    """Seven images in torchvision's layout, unpacked; four are to train on."""
     monkeypatch.setenv("GFT_DATA", str(tmp_path))
+    monkeypatch.setattr(mnist, "MNIST_TRAIN", 4)
     raw = tmp_path / "MNIST" / "raw"
     raw.mkdir(parents=True)
     for source in data.MNIST_FILES:
@@ -53,7 +54,7 @@ def test_mnist_is_read_from_torchvisions_folder(mnist_like):
     assert read.tolist() == [0, 1, 2, 3, 4, 5, 6]
     assert data.find_mnist() is not None
     assert data.found("mnist-images") == str(mnist_like)
-    assert data.load_mnist().train[0].shape == (7, 784)
+    assert data.load_mnist().train[0].shape == (4, 784)
 
 
 def test_mnist_with_a_wrong_checksum_is_refused(mnist_like):
@@ -70,6 +71,24 @@ def test_mnist_cut_short_is_refused(mnist_like):
         data.load_mnist()
 
 
+@pytest.mark.parametrize(("file", "values", "says"), [
+    ("train-images-idx3-ubyte", torch.zeros(4, 28, 28), r"images of \(4, 28, 28\) and labels of \(7,\)"),
+    ("train-labels-idx1-ubyte", torch.full((7,), 98), "an image labelled 98, and digits end at 9"),
+    ("t10k-images-idx3-ubyte", torch.zeros(7, 5, 28), r"images of \(7, 5, 28\)"),
+    ("t10k-images-idx3-ubyte", torch.zeros(7, 784), r"images of \(7, 784\)"),
+], ids=["fewer images than labels", "a label beyond 9", "another size", "flat"])
+def test_mnist_that_does_not_fit_together_is_refused(file, values, says, mnist_like, refuses):
+    (mnist_like / file).write_bytes(idx(values))
+    with refuses(data.DataError, says):
+        data.load_mnist()
+
+
+def test_mnist_without_images_to_validate_is_refused(mnist_like, monkeypatch, refuses):
+    monkeypatch.setattr(mnist, "MNIST_TRAIN", 7)
+    with refuses(data.DataError, "has 7 images and at least 8 are needed"):
+        data.load_mnist()
+
+
 def test_missing_mnist_is_downloaded_and_a_bad_mirror_passed_over(tmp_path, monkeypatch):
     folders = {name: tmp_path / "web" / name for name in ("bad", "good")}
     sources = []
@@ -83,6 +102,7 @@ def test_missing_mnist_is_downloaded_and_a_bad_mirror_passed_over(tmp_path, monk
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("GFT_DATA", str(tmp_path / "cache"))
     monkeypatch.setattr(mnist, "MNIST_FILES", tuple(sources))
+    monkeypatch.setattr(mnist, "MNIST_TRAIN", 2)
     mirrors = tuple(f"http://127.0.0.1:{server.server_port}/{name}/" for name in folders)
     monkeypatch.setattr(mnist, "MNIST_MIRRORS", mirrors[:1])
     with pytest.raises(data.DataError, match="hash"):
@@ -98,8 +118,7 @@ class SilentHandler(http.server.SimpleHTTPRequestHandler):
         pass
 
 
-def test_mnist_images_are_the_flat_ones(mnist_like, monkeypatch):
-    monkeypatch.setattr(mnist, "MNIST_TRAIN", 4)
+def test_mnist_images_are_the_flat_ones(mnist_like):
     flat, images = data.load("mnist"), data.load("mnist-images")
     assert isinstance(images, data.Dataset)
     assert images.shape == (1, 28, 28)

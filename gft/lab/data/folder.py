@@ -73,6 +73,20 @@ def content_of(path: Path) -> bytes:
                         ) from error
 
 
+def check_md5(path: Path, md5: str | None) -> None:
+    """Refuse a file that is not the one its publisher has; a folder, or a file of which nothing is known, passes."""
+    import pooch
+
+    if md5 is not None and path.is_file():
+        try:
+            found = pooch.file_hash(str(path), alg="md5")
+        except OSError as error:
+            raise DataError(f"{path} cannot be read ({error.strerror}); allow reading it, or set GFT_DATA to another folder"
+                            ) from error
+        if found != md5:
+            raise DataError(f"{path} is damaged (its checksum is not the publisher's); delete it and fetch it again")
+
+
 def retrieve(what: str, file: Source, mirrors: Iterable[str], folder: Path, progress: bool, mend: str) -> Path:
     """Download `file` into `folder` from the first mirror that has it whole; `mend` ends the error if none does."""
     import pooch

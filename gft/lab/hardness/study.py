@@ -24,7 +24,7 @@ from gft.lab.hardness.plot import plot_study
 from gft.lab.hardness.reduction import Separability, levels_up_to, reduce_formula, weight_set
 from gft.lab.hardness.solvers import Answer, solve_formula, solve_separability
 from gft.lab.provenance import commit, described, versions
-from gft.lab.records import read_json, write_json, write_lines
+from gft.lab.records import checked, read_json_lines, read_object, write_json, write_lines
 
 SOLVERS: dict[str, Callable[[Separability, float, int], Answer]] = {"cp-sat": solve_separability, **HEURISTICS}
 KINDS = ("random", "planted")
@@ -190,23 +190,20 @@ def open_folder(settings: Settings, out: Path, about: Mapping[str, str]) -> dict
 
 
 def read_study(out: Path) -> dict[str, Any]:
-    kept = read_json(out / "study.json")
-    if not isinstance(kept, dict) or not {"fixed", "runs"} <= kept.keys():
-        raise UsageError(f"{out / 'study.json'} is not the file of a study; give another folder")
+    kept = read_object(out / "study.json", {"fixed": "object", "runs": "list"})
+    kinds = {"seconds": "number", "seed": "integer", "largest": "integer or none"}
+    checked(kept["fixed"], f"{out / 'study.json'}, fixed", kinds)
+    for about in kept["runs"]:
+        checked(about, f"{out / 'study.json'}, runs", {})
     return kept
 
 
 def read_records(out: Path) -> list[Record]:
     file = out / "runs.jsonl"
-    records = []
-    lines = file.read_text().splitlines() if file.exists() else []
-    for number, line in enumerate(lines, 1):
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            if number < len(lines):
-                raise UsageError(f"{file}, line {number} is damaged; restore the file or give another folder") from None
-    return records
+    kinds = {"family": "text", "size": "integer", "instance": "integer", "solver": "text", "solved": "truth",
+             "seconds": "number"}
+    lines = read_json_lines(file, cut_last=True) if file.exists() else ()
+    return [checked(record, f"{file}, line {number}", kinds) for number, record in enumerate(lines, 1)]
 
 
 # ---------------------------------------------------------------------------------------------------- report
@@ -218,7 +215,7 @@ def summary(records: Sequence[Record], seconds: float) -> list[dict[str, Any]]:
     for record in records:
         groups.setdefault((record["family"], record["size"], record["solver"]), []).append(record)
     return [{"family": family, "size": size, "solver": solver, "n": len(group),
-             "solved": sum(record["solved"] for record in group),
+             "solved": sum(bool(record["solved"]) for record in group),
              "median_seconds": statistics.median(record["seconds"] if record["solved"] else max(seconds, record["seconds"])
                                                  for record in group)}
             for (family, size, solver), group in sorted(groups.items())]
