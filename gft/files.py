@@ -131,9 +131,11 @@ def _scratch_beside(path: Path) -> tuple[Path, int]:
 
 def remove_unfinished(folder: Path, of: str = "") -> None:
     """Remove what killed processes have left in a folder, or only of the file named `of`. What is being written stays."""
-    if fcntl is None or not folder.is_dir():
-        return
-    for entry in list(os.scandir(folder)):
+    try:
+        entries = list(os.scandir(folder)) if fcntl else []
+    except OSError:  # no folder, or one that may not be read
+        entries = []
+    for entry in entries:
         if entry.name.startswith(f".{of}") and entry.name.endswith(UNFINISHED) and entry.is_dir(follow_symlinks=False):
             try:
                 held = os.open(entry.path, os.O_RDONLY)

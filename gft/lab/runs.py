@@ -50,7 +50,12 @@ class RunFolder:
         self._writer: Any = None
         self._lock: FolderLock | None = None
         self._config = {**recipe.config(), "seed": seed}
-        self.result = None
+        self.result: dict[str, Any] | None = None
+        with sentence_for(path):  # it may be one that nobody is to look into
+            self._look(resume)
+
+    def _look(self, resume: bool) -> None:
+        path = self.path
         if (path / "config.json").exists():
             if not resume:
                 raise TrainingError(f"{path} holds a run already; go on with it by --resume, or give another --out")
@@ -63,6 +68,8 @@ class RunFolder:
                 self.result = read_result(path / "result.json")
             else:
                 self._lock = _lock_of(path)
+            for folder in (path, self.checkpoint.parent):
+                remove_unfinished(folder)
 
     def start(self, step: int, tensorboard: bool) -> None:
         """Write the config; drop what was logged after the checkpoint that is resumed: it will be logged again."""
@@ -70,8 +77,6 @@ class RunFolder:
             self._lock = _lock_of(self.path)
             if (self.path / "config.json").exists():  # since __init__ looked
                 raise TrainingError(f"{self.path} was taken by another run just now; give another --out")
-        for folder in (self.path, self.checkpoint.parent):
-            remove_unfinished(folder)
         write_json(self.path / "config.json", self._config)
         kept = []
         with sentence_for(self._metrics):

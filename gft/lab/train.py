@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -82,7 +83,7 @@ def evaluate(model: nn.Module, data: DataSet, split: str, recipe: Recipe) -> flo
 
 def recipe_of(folder: Path) -> Recipe:
     """What a run folder was trained by."""
-    if not (folder / "config.json").exists():
+    if not os.path.exists(folder / "config.json"):  # without an error where it may not be looked for
         raise TrainingError(f"{folder} is not a run folder (it has no config.json); give the --out of gft train")
     return Recipe.of(read_config(folder))
 
