@@ -46,9 +46,11 @@ def written_atomically(path: str | Path) -> Iterator[Path]:
         unfinished = scratch / path.name
         with sentence_for(path):
             unfinished.touch()
+            mode = unfinished.stat().st_mode  # as the user's umask has it; safetensors lets nobody else read
         with sentence_for(path, of_the_disk=True):
             yield unfinished
         with sentence_for(path):
+            unfinished.chmod(mode)
             with open(unfinished, "rb") as file:
                 os.fsync(file.fileno())
             os.replace(unfinished, path)

@@ -16,5 +16,11 @@ def printable(text: str, lines: bool = True) -> str:
     return "".join(one if one in kept or unicodedata.category(one) not in STEERING else _written_out(one) for one in text)
 
 
+def brief(error: BaseException) -> str:
+    """What another library says, for a sentence of ours: its first line, cut where it is long."""
+    first = (str(error).splitlines() or [""])[0] or type(error).__name__
+    return first if len(first) <= 100 else first[:97] + "..."
+
+
 def _written_out(character: str) -> str:
     return character.encode("unicode_escape", "surrogatepass").decode("ascii")

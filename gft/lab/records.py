@@ -10,16 +10,16 @@ from gft.errors import UsageError
 from gft.files import write_text
 
 LARGEST_NUMBER = 1e300  # beyond it sums and squares of a report would overflow
-Kinds = Mapping[str, str]  # field -> one of TESTS; with " or none" if it may be null or missing
+Kinds = Mapping[str, str]  # field -> one of TESTS; with " or none" if it may be null, with " if any" if missing, too
 
 # What a run's result says, and a line of runs.jsonl.
 RESULT: Kinds = {
     "recipe": "text", "seed": "integer", "row": "text", "table": "text", "metric": "text", "value": "number",
     "paper": "number or none", "steps": "integer", "fp32_params": "integer", "quantized_params": "integer",
-    "bits": "integer", "bits_total": "number", "bytes_per_weight": "number", "training_bytes_per_weight": "number or none",
+    "bits": "integer", "bits_total": "number", "bytes_per_weight": "number", "training_bytes_per_weight": "number if any",
     "updates_estimated": "number or none", "updates_actual": "number", "energy_estimate_j": "number or none",
-    "wall_s": "number", "commit": "text", "device": "text", "torch": "text", "split": "text or none",
-    "config": "object or none", "curve": "list or none",
+    "wall_s": "number", "commit": "text", "device": "text", "torch": "text", "split": "text if any",
+    "config": "object if any", "curve": "list if any",
 }
 METRICS = ("accuracy", "loss")
 
@@ -109,8 +109,10 @@ def checked(value: Any, name: str, kinds: Kinds) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UsageError(f"{name} holds a {type(value).__name__} where an object with fields should be; mend or delete it")
     for field, kind in kinds.items():
-        what, _, may_lack = kind.partition(" or ")
-        if not (may_lack and value.get(field) is None) and not (field in value and TESTS[what](value[field])):
+        what, _, otherwise = kind.partition(" ")
+        if field not in value and otherwise == "if any":
+            continue
+        if not (field in value and (TESTS[what](value[field]) or (otherwise and value[field] is None))):
             raise UsageError(f"{name}: {field} should be {kind} and is {short_repr(value.get(field))}; mend or delete it")
     return value
 

@@ -205,7 +205,7 @@ def bench_table(title: str, rows: Sequence[bench.Row], bars: bool = True) -> Tab
 def validation_curve(run: Path) -> list[tuple[int, float]]:
     """(step, validation value) of a run folder's metrics."""
     file = run / "metrics.jsonl"
-    lines = (checked(line, f"{file}, line {number}", {"step": "integer", "val": "number or none"})
+    lines = (checked(line, f"{file}, line {number}", {"step": "integer", "val": "number if any"})
              for number, line in enumerate(read_json_lines(file), 1))
     return [(line["step"], line["val"]) for line in lines if line.get("val") is not None]
 

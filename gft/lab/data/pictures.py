@@ -34,7 +34,7 @@ from torch import Tensor
 from gft.errors import install_hint
 from gft.files import written_atomically
 from gft.lab.data.folder import DataError, cache_folders, check_md5, content_of, writable_cache
-from gft.lab.plain import printable
+from gft.lab.plain import brief, printable
 
 # A name that begins with a dot is no picture but what some systems leave beside one.
 PICTURE = re.compile(r"(?:^|/)(?P<split>train|val)/n\d+/[^/.][^/]*\.(?i:jpe?g|png|webp)$")
@@ -225,7 +225,8 @@ def _archive(source: Path, wanted: Container[str] = ()) -> Iterator[tuple[str, b
             IndexError, KeyError, struct.error) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"{source / name} cannot be read ({error}); delete {source.name} and fetch it again") from error
+        raise DataError(f"{source / name} cannot be read ({brief(error)}); delete {source.name} and fetch it again"
+                        ) from error
 
 
 Members = Iterator[tuple[str, int, Callable[[], bytes]]]  # of an archive: name, size, and what reads it
@@ -233,8 +234,9 @@ Members = Iterator[tuple[str, int, Callable[[], bytes]]]  # of an archive: name,
 
 def _zip(source: Path) -> Members:
     with zipfile.ZipFile(source) as archive:
-        members = archive.infolist()
-        if sum(member.file_size for member in members) > RATIO * source.stat().st_size:
+        members, held = archive.infolist(), source.stat().st_size
+        # Both are believed when memory is taken: what it is to become, and what of it is to be read at once.
+        if sum(member.file_size for member in members) > RATIO * held or any(one.compress_size > held for one in members):
             raise zipfile.BadZipFile("it says it would unpack to more than it can hold")
         for member in members:
             if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):

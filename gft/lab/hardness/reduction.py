@@ -265,8 +265,8 @@ def load_problem(path: Path | str) -> Separability:
         if not all(np.issubdtype(arrays[name].dtype, np.integer) for name in ("x", "y", "levels", "variables")):
             raise ValueError("not of integers")
         return Separability(arrays["x"], arrays["y"], tuple(arrays["levels"].tolist()), int(arrays["variables"]))
-    except (KeyError, EOFError, OSError, ValueError, TypeError, IndexError, OverflowError, MemoryError, RecursionError,
-            SyntaxError, RuntimeError, zipfile.BadZipFile, zlib.error, struct.error, tokenize.TokenError) as error:
+    except (KeyError, EOFError, OSError, ValueError, TypeError, IndexError, OverflowError, RecursionError, SyntaxError,
+            RuntimeError, zipfile.BadZipFile, zlib.error, struct.error, tokenize.TokenError) as error:
         raise UsageError(f"{path} is not a separability data set; make one with: gft hardness reduce FILE.cnf -o DATA.npz"
                          ) from error
 
@@ -275,7 +275,8 @@ def _array(archive: zipfile.ZipFile, name: str, dimensions: int, size: int) -> n
     """An array of an .npz file, whose directory and whose header may each promise more than there is: neither is believed
     before it is held to the size of the file."""
     entry = archive.getinfo(f"{name}.npy")
-    if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or entry.file_size > DEFLATE * size:
+    if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or (
+            entry.file_size > DEFLATE * size or entry.compress_size > size):
         raise ValueError("packed as no file of ours is")
     with archive.open(entry) as file:
         if np.lib.format.read_magic(file) != (1, 0):

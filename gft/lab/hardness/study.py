@@ -191,7 +191,7 @@ def open_folder(settings: Settings, out: Path, about: Mapping[str, str]) -> dict
 
 def read_study(out: Path) -> dict[str, Any]:
     kept = read_object(out / "study.json", {"fixed": "object", "runs": "list"})
-    kinds = {"seconds": "number", "seed": "integer", "largest": "integer or none"}
+    kinds = {"seconds": "number", "seed": "integer", "largest": "integer if any"}
     checked(kept["fixed"], f"{out / 'study.json'}, fixed", kinds)
     for about in kept["runs"]:
         checked(about, f"{out / 'study.json'}, runs", {})
