@@ -43,7 +43,8 @@ NASTY = [struct.pack(code, number) for code in (">I", "<I", "<Q", ">Q", "<H") fo
          (0, 1, 0x7FFF, 0xFFFF) if number >> 8 * struct.calcsize(code) == 0]
 NASTY += [struct.pack(code, number) for code in (">I", "<I", "<Q") for number in (0x7FFFFFFF, 0x80000000, 0xFFFFFFFF)]
 WORDS = [b"0", b"-1", b"1e999", b"NaN", b"null", b"true", b"[]", b"{}", b'""', b"99999999999999999999", b"[" * 60,
-         b"\xff\xfe", b"\0", b"\x1b[31m", b"\xe2\x80\xae", b"p cnf 9 9\n", b"-0 ", b"%\n", b"\r", b"\x0c", b"(1000000000,)", b"'<i8'", b"'|O'"]
+         b"\xff\xfe", b"\0", b"\x1b[31m", b"\xe2\x80\xae",
+         b"p cnf 9 9\n", b"-0 ", b"%\n", b"\r", b"\x0c", b"(1000000000,)", b"'<i8'", b"'|O'"]
 
 
 @dataclass(frozen=True)

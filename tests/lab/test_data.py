@@ -1,20 +1,26 @@
 """The data room: what is found, fetched, decoded and kept, and the batches made of it."""
 
+import contextlib
 import dataclasses
 import gzip
 import hashlib
 import http.server
 import itertools
 import math
+import os
+import signal
+import stat
 import struct
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 import torch
 
 from gft.lab import data, train
-from gft.lab.data import imagenette, mnist, text
+from gft.lab.data import folder, imagenette, mnist, text
+from gft.lab.data.folder import retrieve
 
 NOWHERE = ("http://127.0.0.1:9/",)  # nothing listens there
 
@@ -111,6 +117,62 @@ def test_missing_mnist_is_downloaded_and_a_bad_mirror_passed_over(tmp_path, monk
     assert all(path.parent == tmp_path / "cache" / "mnist" for path in data.fetch_mnist().values())
     server.shutdown()
     assert data.load_mnist().test[0].shape == (3, 4)  # and now it is found without a network
+
+
+def test_downloads_at_once_are_both_fine_and_a_killed_one_leaves_no_file(empty, monkeypatch):
+    content = bytes(range(256)) * 4000
+    source = data.Source("input.txt", hashlib.md5(content).hexdigest())
+    half_sent, go_on = threading.Semaphore(0), threading.Event()
+
+    class Slow(SilentHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content[: len(content) // 2])
+            half_sent.release()
+            go_on.wait(30)
+            with contextlib.suppress(OSError):  # of the one that was killed
+                self.wfile.write(content[len(content) // 2 :])
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    place, mirrors = empty / "shakespeare", (f"http://127.0.0.1:{server.server_port}/",)
+
+    def fetch():
+        return retrieve("it", source, mirrors, place, False, "mend")
+
+    if not (killed := os.fork()):
+        fetch()
+        os._exit(0)
+    half_sent.acquire(timeout=30)
+    os.kill(killed, signal.SIGKILL)
+    os.waitpid(killed, 0)
+    assert [path.name.endswith(".unfinished") for path in place.iterdir()] == [True]
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(fetch) for _ in range(2)]
+        for _ in both:
+            half_sent.acquire(timeout=30)
+        assert not (place / "input.txt").exists()
+        go_on.set()
+        assert {done.result() for done in both} == {place / "input.txt"}
+    server.shutdown()
+    assert (place / "input.txt").read_bytes() == content
+    assert [path.name for path in place.iterdir()] == ["input.txt"]  # what the killed one left is gone
+
+
+def test_a_cache_among_temporary_files_is_this_users_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(folder, "_may_write", lambda place: place.parent == tmp_path)
+    ours = folder.writable_cache()
+    assert ours.parent == tmp_path
+    assert ours == folder.cache_folders()[-1]
+    assert stat.S_IMODE(ours.stat().st_mode) == 0o700
+    ours.chmod(0o777)
+    assert ours not in folder.cache_folders()
+    ours.rmdir()
+    ours.symlink_to(tmp_path)
+    assert ours not in folder.cache_folders()
 
 
 class SilentHandler(http.server.SimpleHTTPRequestHandler):

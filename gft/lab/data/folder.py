@@ -2,10 +2,11 @@
 
 Everything is looked for under $GFT_DATA, or the user's cache folder if that is not set. What we compute from it (decoded
 images) goes beside it if we may write there, else into the user's cache folder, else into the system's folder for
-temporary files.
+temporary files, into one that is this user's alone.
 """
 
 import os
+import stat
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gft.errors import UsageError
+from gft.files import written_atomically
 
 
 class DataError(UsageError):
@@ -41,8 +43,19 @@ def _user_cache() -> Path:
 
 def cache_folders() -> list[Path]:
     """Where computed files may lie, best place first."""
-    places = (data_folder() / "cache", _user_cache() / "cache", Path(tempfile.gettempdir()) / "gft-cache")
-    return list(dict.fromkeys(places))
+    places = (data_folder() / "cache", _user_cache() / "cache", _own_temporary())
+    return [place for place in dict.fromkeys(places) if place is not None]
+
+
+def _own_temporary() -> Path | None:
+    """A folder of this user's alone among the temporary files, where anyone may write: one that another has put there, or
+    can write to, is not used."""
+    folder = Path(tempfile.gettempdir()) / f"gft-cache-{os.getuid() if hasattr(os, 'getuid') else 'user'}"
+    if not os.path.lexists(folder):
+        return folder
+    status = folder.lstat()
+    ours = not hasattr(os, "getuid") or (status.st_uid == os.getuid() and not status.st_mode & 0o022)
+    return folder if ours and stat.S_ISDIR(status.st_mode) else None
 
 
 def writable_cache() -> Path:
@@ -50,10 +63,11 @@ def writable_cache() -> Path:
     for folder in cache_folders():
         if _may_write(folder):
             try:
-                folder.mkdir(parents=True, exist_ok=True)
+                folder.mkdir(0o700 if folder == _own_temporary() else 0o777, parents=True, exist_ok=True)
             except OSError:
                 continue
-            return folder
+            if folder in cache_folders():  # still: another may have been quicker
+                return folder
     raise DataError(f"none of {', '.join(map(str, cache_folders()))} can be written; set GFT_DATA to a folder of yours")
 
 
@@ -88,7 +102,8 @@ def check_md5(path: Path, md5: str | None) -> None:
 
 
 def retrieve(what: str, file: Source, mirrors: Iterable[str], folder: Path, progress: bool, mend: str) -> Path:
-    """Download `file` into `folder` from the first mirror that has it whole; `mend` ends the error if none does."""
+    """Download `file` into `folder` from the first mirror that has it whole; `mend` ends the error if none does. Until its
+    checksum is known to be right it lies aside: a download that is killed leaves no bad file, and two at once are fine."""
     import pooch
 
     if not _may_write(folder):
@@ -97,7 +112,11 @@ def retrieve(what: str, file: Source, mirrors: Iterable[str], folder: Path, prog
     why, bar = "", progress and sys.stderr.isatty()
     for mirror in mirrors:
         try:
-            return Path(pooch.retrieve(mirror + file.name, f"md5:{file.md5}", file.name, folder, progressbar=bar))
+            with written_atomically(folder / file.name) as unfinished:
+                pooch.retrieve(mirror + file.name, f"md5:{file.md5}", unfinished.name, unfinished.parent, progressbar=bar)
+            return folder / file.name
+        except UsageError:  # of the disk
+            raise
         except OSError as error:  # the network's errors are of this kind; the next mirror may be up
             why = f"{type(error).__name__}: is there a network?"
         except ValueError as error:  # pooch's own: a wrong checksum
