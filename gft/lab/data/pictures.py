@@ -166,7 +166,7 @@ def _decode_all(source: Path, rows: dict[str, np.ndarray], size: int) -> None:
         except ModuleNotFoundError:
             raise DataError(f"images need Pillow; install it with: {install_hint('lab')}") from None
         except Exception as error:  # Pillow raises of many kinds, by format
-            raise DataError(f"{source / name} is not a readable image ({type(error).__name__}); unpack or fetch "
+            raise DataError(f"{_inside(source, name)} is not a readable image ({type(error).__name__}); unpack or fetch "
                             "the set again") from error
 
     pictures = _read(source, rows)
@@ -199,11 +199,17 @@ def _read(source: Path, wanted: dict[str, np.ndarray]) -> Iterator[tuple[str, by
 
 
 def _content_of(path: Path) -> bytes:
-    _refuse_large(path, path.stat().st_size if path.exists() else 0)
+    _refuse_large(str(path), path.stat().st_size if path.exists() else 0)
     return content_of(path)
 
 
-def _refuse_large(name: Path, size: int) -> None:
+def _inside(source: Path, name: str) -> str:
+    """A file of an archive for a message: its name may be long, and hold line breaks."""
+    name = printable(name, lines=False)
+    return f"{source}/{name if len(name) <= 100 else f'...{name[-97:]}'}" if name else str(source)
+
+
+def _refuse_large(name: str, size: int) -> None:
     if size > MOST_BYTES:
         raise DataError(f"{name} would take {size:,} bytes, and a picture has at most {MOST_BYTES:,}; unpack or fetch "
                         "the set again")
@@ -219,13 +225,13 @@ def _archive(source: Path, wanted: Container[str] = ()) -> Iterator[tuple[str, b
     try:
         for name, size, read in _zip(source) if source.suffix == ".zip" else _tgz(source):
             if name in wanted:
-                _refuse_large(source / name, size)
+                _refuse_large(_inside(source, name), size)
             yield name, read() if name in wanted else b""
     except (zipfile.BadZipFile, tarfile.TarError, zlib.error, EOFError, OSError, RuntimeError, ValueError, OverflowError,
             IndexError, KeyError, struct.error) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"{source / name} cannot be read ({brief(error)}); delete {source.name} and fetch it again"
+        raise DataError(f"{_inside(source, name)} cannot be read ({brief(error)}); delete {source.name} and fetch it again"
                         ) from error
 
 
