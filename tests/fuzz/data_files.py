@@ -2,6 +2,7 @@
 
     python tests/fuzz/data_files.py --inputs 1000000 --seed 0        # minutes; prints how many inputs each reader had
     python tests/fuzz/data_files.py --inputs 1000 --only npz         # one reader
+    python tests/fuzz/data_files.py --memory                         # what reading takes, as a multiple of the file
 
 An input is a valid file with some of it flipped, cut, repeated, spliced or put in its place out of a list of nasty numbers
 and words. What is not a UsageError is printed with the input that made it, and the script exits with 1. An input that takes
@@ -26,6 +27,7 @@ import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -252,12 +254,56 @@ def fuzz(inputs: int, seed: int, only: list[str], folder: Path) -> tuple[Counter
     return tried, refused, wrong
 
 
+# ---------------------------------------------------------------------------------------------------- memory
+
+
+def large_files(size: int) -> dict[str, tuple[bytes, str]]:
+    """For some readers files of about so many bytes that take the most memory we know of, and whose reader it is."""
+    dense = cnf.Formula.of([tuple(range(1, 100))] * (size // 100), 99)
+    out = io.BytesIO()
+    np.savez(out, x=reduction.reduce_formula(dense).x, y=np.ones(size // 100, np.int8), levels=np.array([-1, 1]),
+             variables=np.array(99), format=np.array(reduction.FORMAT))
+    empty = b'{"":{}},'
+    return {
+        "JSON, empty objects": (b"[" + empty * (size // len(empty)) + b"{}]", "result"),
+        "JSON lines": (b"{}\n" * (size // 3), "json lines"),
+        "DIMACS, one long line": (b"p cnf 9 1\n" + b"1 " * (size // 2) + b"0\n", "dimacs"),
+        "DIMACS, short clauses": (f"p cnf 9 {size // 4}\n".encode() + b"1 0\n" * (size // 4), "dimacs"),
+        "text": (b"ab" * (size // 2), "text"),
+        "text of many characters": ("".join(chr(0x4E00 + n % 20_000) for n in range(size // 3)).encode(), "text"),
+        "idx": (b"\0\0\x08\x01" + struct.pack(">i", size) + bytes(size), "idx"),
+        "npz, not compressed": (out.getvalue(), "npz"),
+    }
+
+
+def memory(folder: Path, size: int = 2**22) -> None:
+    """Print the peak of each reader's memory over the size of its file. An .npz and a .zip may be compressed, by at most
+    1032 to 1, and take so many times more."""
+    for name, (content, reader) in large_files(size).items():
+        place = folder / READERS[reader].file
+        place.write_bytes(content)
+        if not (child := os.fork()):
+            before = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            with suppress(UsageError):
+                READERS[reader].read(place)
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+            times = max(0, peak) / len(content)
+            print(f"{name:26} {len(content) / 1e6:6.1f} MB, {times:5.1f} times as much memory", flush=True)
+            os._exit(0)
+        os.waitpid(child, 0)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--inputs", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", default=[], choices=list(READERS))
+    parser.add_argument("--memory", action="store_true")
     asked = parser.parse_args()
+    if asked.memory:
+        with tempfile.TemporaryDirectory() as folder:
+            memory(Path(folder))
+        return
     held = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (held + LIMIT, resource.RLIM_INFINITY))  # beyond it: MemoryError
     started = time.monotonic()

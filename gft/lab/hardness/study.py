@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from gft.errors import UsageError
-from gft.files import write_text
+from gft.files import FolderLock, sentence_for, write_text
 from gft.lab import markdown as tables
 from gft.lab.hardness.cnf import HARDEST_RATIO, Formula, random_assignment, random_formula
 from gft.lab.hardness.heuristics import HEURISTICS
@@ -137,9 +137,10 @@ def run_study(settings: Settings, out: Path, about: Mapping[str, str]) -> Iterat
 
 def run_missing(settings: Settings, out: Path, done: Mapping[Key, Record]) -> Iterator[Record]:
     threads = torch.get_num_threads()
+    lock = FolderLock(out, "wait for it to end, or give another --out")
     torch.set_num_threads(1)
     try:
-        with (out / "runs.jsonl").open("a") as kept:
+        with sentence_for(out / "runs.jsonl"), (out / "runs.jsonl").open("a") as kept:
             for family, size, instance in settings.problems():
                 keys: list[Key] = [(family.name, size, instance, name) for name in settings.solvers]
                 yield from (done[key] for key in keys if key in done)
@@ -157,6 +158,7 @@ def run_missing(settings: Settings, out: Path, done: Mapping[Key, Record]) -> It
                     yield record
     finally:
         torch.set_num_threads(threads)
+        lock.release()
 
 
 def warm_up(settings: Settings) -> None:
