@@ -14,11 +14,13 @@ each rank's own (`VoteAccumulator.call`). A layer that a rank has not used gets 
 stays as it is.
 
 Collectives come in an order that follows from the counts, so no rank waits in vain for one that has fewer votes. Every rank
-must take the same number of steps.
+must take the same number of steps; one that is missing makes the others raise `RankLost` after `patience()`.
 """
 
+import os
 import zlib
 from collections.abc import Container, Iterable, Mapping, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -46,6 +48,10 @@ class Ranks(NamedTuple):
 
 
 ALONE = Ranks()
+
+
+class RankLost(UsageError):
+    """Another process of the group has not come to a step that all take together."""
 
 
 def ranks_of(process_group: "ProcessGroup | bool | None") -> Ranks:
@@ -83,6 +89,34 @@ def buckets(sizes: Sequence[int], most: int) -> list[list[int]]:
     return [*full, filling] if filling else full
 
 
+def patience() -> timedelta:
+    """How long a step waits for the other ranks: $GFT_RANK_SECONDS, or ten minutes, where torch itself would wait thirty. A
+    rank that evaluates or saves for longer between two steps needs more."""
+    given = os.environ.get("GFT_RANK_SECONDS", "600")
+    try:
+        return timedelta(seconds=max(1e-3, float(given)))
+    except (ValueError, OverflowError):
+        raise UsageError(f"GFT_RANK_SECONDS={given!r}: give seconds that a step waits for the other ranks, as 600") from None
+
+
+def all_reduce(tensor: Tensor, group: "ProcessGroup | None", how: Any = None) -> None:
+    """dist.all_reduce, a sum if not told otherwise, and one sentence where a rank does not come. On a GPU the host does not
+    wait, and what a lost rank means there is for NCCL's own watchdog to say (init_process_group(timeout=…))."""
+    how = dist.ReduceOp.SUM if how is None else how
+    if tensor.is_cuda:
+        dist.all_reduce(tensor, how, group)
+        return
+    wait = patience()
+    try:
+        work = dist.all_reduce(tensor, how, group, async_op=True)
+        if work is not None:
+            work.wait(wait)
+    except RuntimeError as error:
+        raise RankLost(f"another rank has not come to this step: it has ended, takes fewer steps or was stopped for more "
+                       f"than {wait.total_seconds():g} s; look at what it said, and start all ranks again from the last "
+                       "checkpoint") from error
+
+
 def sum_over(ranks: Ranks, tensors: Iterable[Tensor]) -> None:
     """Sum contiguous tensors over ranks, in place. All ranks bring the same shapes and types in the same order."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
@@ -93,10 +127,10 @@ def sum_over(ranks: Ranks, tensors: Iterable[Tensor]) -> None:
         for bucket in buckets([tensor.nbytes for tensor in alike], BUCKET):
             some = [alike[index] for index in bucket]
             if len(some) == 1:
-                dist.all_reduce(some[0], group=ranks.group)
+                all_reduce(some[0], ranks.group)
                 continue
             flat = torch.cat([tensor.view(-1) for tensor in some])
-            dist.all_reduce(flat, group=ranks.group)
+            all_reduce(flat, ranks.group)
             parts = flat.split([tensor.numel() for tensor in some])
             torch._foreach_copy_([tensor.view(-1) for tensor in some], list(parts))
 
@@ -119,7 +153,7 @@ def fingerprint(layers: Iterable[Any],
 def check_alike(ranks: Ranks, number: int, device: torch.device) -> None:
     """Raise on every rank if one has another fingerprint: they would drift apart from the first step on."""
     bounds = torch.tensor([number, -number], device=device)
-    dist.all_reduce(bounds, dist.ReduceOp.MAX, group=ranks.group)
+    all_reduce(bounds, ranks.group, dist.ReduceOp.MAX)
     if bounds.sum().item() != 0:
         raise UsageError("the ranks start from different integer weights or settings; wrap the model in "
                          "DistributedDataParallel or build it from one seed, give gft.GFT the same settings everywhere, and "

@@ -2,7 +2,7 @@
 finetune | energy | hardness.
 
 An error that a user can mend (UsageError) is one sentence on stderr and exit code 2; any other is a bug and keeps its
-traceback.
+traceback. A signal that stops a training is one line too, and exit code 128 + its number.
 """
 
 import json
@@ -27,9 +27,11 @@ try:
     from gft.lab import pages, report, tables, train
     from gft.lab.bench.run import run as run_benchmarks
     from gft.lab.display import say, show, watch
+    from gft.lab.plain import printable
     from gft.lab.recipe import settings_help
     from gft.lab.recipes import find, listed
     from gft.lab.runs import resolve_device
+    from gft.lab.stopping import Stopped, stoppable
 except ModuleNotFoundError as missing:  # the library alone is installed
     sys.exit(f"the gft command needs {missing.name}; install it with: {install_hint('lab')}")
 
@@ -68,7 +70,8 @@ def options(version: Annotated[bool, typer.Option("--version", callback=show_ver
 def demo(out: Annotated[Path, typer.Option(help="Where the run folder is made.")] = Path("runs"),
          seed: Seed = 0) -> None:
     """Train three small networks: no download, about a minute."""
-    demonstration.demo(out, seed)
+    with stoppable():
+        demonstration.demo(out, seed)
 
 
 @app.command()
@@ -96,7 +99,9 @@ def train_command(recipe: Annotated[str, typer.Argument(help="One of gft recipes
     out = out or Path("runs") / f"{recipe}-seed-{seed}"
     run = train.training(chosen, out, seed=seed, device=device, resume=resume, tensorboard=tensorboard,
                          checkpoint_every=checkpoint_every)
-    say(f"{report.sentence(watch(recipe, run))} Everything is in {out}")
+    with stoppable():
+        result = watch(recipe, run)
+    say(f"{report.sentence(result)} Everything is in {out}")
 
 
 @app.command("eval")
@@ -117,9 +122,9 @@ def generate(folder: Annotated[Path, typer.Argument(metavar="DIR", help="A run f
     """Generate text with a trained GPT."""
     characters = writing.generate(folder, prompt, length=length, temperature=temperature, top_k=top_k, seed=seed,
                                   device=device)
-    print(prompt, end="", flush=True)
-    for character in characters:
-        print(character, end="", flush=True)
+    print(printable(prompt), end="", flush=True)
+    for character in characters:  # a text may have had anything in it, and so what is written after it
+        print(printable(character), end="", flush=True)
     print()
 
 
@@ -157,11 +162,15 @@ def reproduce(names: Annotated[list[str], typer.Argument(metavar="TABLE",
     if paper and packed:
         raise UsageError("--paper and --packed are two variants of a table; ask for one at a time")
     if names == ["samples"]:
-        say(f"Written: {tables.samples(out / 'shakespeare-gpt', device=device, settings=settings)}")
+        with stoppable():
+            file = tables.samples(out / "shakespeare-gpt", device=device, settings=settings)
+        say(f"Written: {file}")
         return
     variant = "paper" if paper else "packed" if packed else "default"
     folders = tables.folders_of(names, variant, out)
-    written = tables.reproduce(folders, seeds=seeds, variant=variant, rows=rows, settings=settings, device=device, jobs=jobs)
+    with stoppable():
+        written = tables.reproduce(folders, seeds=seeds, variant=variant, rows=rows, settings=settings, device=device,
+                                   jobs=jobs)
     for name, lines in written.items():
         show_table(folders[name], lines)
 
@@ -231,6 +240,9 @@ def main() -> None:
     try:
         app(prog_name="gft", standalone_mode=True)
     except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error), lines=False)}", file=sys.stderr)
         sys.exit(2)
+    except Stopped as stop:
+        print(printable(str(stop), lines=False), file=sys.stderr)
+        sys.exit(stop.exit_code)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gft.errors import UsageError, install_hint
 from gft.lab import train
-from gft.lab.records import read_json
+from gft.lab.records import read_object
 
 EXAMPLES = ("example_inputs", "example_kwargs", "dynamic_shapes")  # what targets that trace the model take
 SUPPLIED = ("model", "path", "folder", *EXAMPLES)  # parameters of a target that no user sets
@@ -109,7 +109,7 @@ def read_settings(to: str, target: Callable[..., Any], settings: list[str]) -> d
 def load(source: str) -> Source:
     """The model of a run folder, or of one that transformers' save_pretrained wrote, or a name that it finds on its hub."""
     folder = Path(source)
-    if (folder / "config.json").is_file() and "model_type" not in read_json(folder / "config.json"):
+    if (folder / "config.json").is_file() and "model_type" not in read_object(folder / "config.json"):
         model, data, _ = train.load_run(folder, "cpu")
         return Source(model, example_inputs=(next(iter(data.batches(2, seed=0)))[0],))  # torch fixes a size of one
     if folder.is_dir() and not (folder / "config.json").is_file():

@@ -12,12 +12,13 @@ import typer
 
 from gft.errors import UsageError
 from gft.files import make_folder
-from gft.lab.display import watching
+from gft.lab.display import say, watching
 from gft.lab.hardness import agreement
 from gft.lab.hardness import study as studies
 from gft.lab.hardness.cnf import read_dimacs, write_dimacs
 from gft.lab.hardness.reduction import formula_of, load_problem, reduce_formula, save_problem
 from gft.lab.hardness.verdict import check_way, decide, shape
+from gft.lab.plain import printable
 from gft.lab.provenance import command_line
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None,
@@ -37,7 +38,7 @@ def solve(file: Cnf,
     """Decide a formula, directly and by way of its data set. Exit code 10: satisfiable, 20: not, 0: unknown."""
     check_way(via)
     formula = read_dimacs(file)
-    print(f"c {file}: {formula.variables} variables, {len(formula.clauses)} clauses")
+    print(printable(f"c {file}: {formula.variables} variables, {len(formula.clauses)} clauses", lines=False))
     verdict = decide(formula, via, largest, time_limit)
     print(*verdict.lines(), sep="\n")
     raise typer.Exit(verdict.exit_code)
@@ -51,7 +52,7 @@ def reduce(file: Cnf, out: Annotated[Path, typer.Option("-o", "--out", metavar="
     problem = reduce_formula(formula, largest)
     save_problem(problem, out)
     removed = len(formula.clauses) - len(formula.cleaned().clauses)
-    print(f"{shape(problem)}; clauses left out because they always hold: {removed}. Written: {out}")
+    say(f"{shape(problem)}; clauses left out because they always hold: {removed}. Written: {out}")
 
 
 @app.command()
@@ -60,7 +61,7 @@ def restore(file: Annotated[Path, typer.Argument(metavar="DATA.npz", help="A dat
     """Write the formula a data set was made from."""
     formula = formula_of(load_problem(file))
     write_dimacs(formula, out, comments=["restored from a separability data set by gft hardness restore"])
-    print(f"{formula.variables} variables, {len(formula.clauses)} clauses. Written: {out}")
+    say(f"{formula.variables} variables, {len(formula.clauses)} clauses. Written: {out}")
 
 
 @app.command()
@@ -81,7 +82,7 @@ def agree(instances: Annotated[int, typer.Option(min=1, help="Random formulas fo
     if out is not None:
         asked = command_line("gft hardness agree", instances=instances, sizes=sizes, largests=largests, seed=seed, out=out)
         agreement.write_report(out, counts, {"command": asked, **studies.surroundings()})
-        print(f"Written: {out}/agreement.json, agreement.md")
+        say(f"Written: {out}/agreement.json, agreement.md")
 
 
 @app.command()
@@ -104,7 +105,7 @@ def study(sizes: Annotated[str, typer.Option(help="Numbers of variables.")] = ",
         for _ in records:
             shown.advance("problems")
     studies.write_report(out)
-    print(f"Written: {out}/study.md, study.json, runs.jsonl, study.png, study.svg")
+    say(f"Written: {out}/study.md, study.json, runs.jsonl, study.png, study.svg")
 
 
 def words(text: str) -> tuple[str, ...]:

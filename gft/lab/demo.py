@@ -8,6 +8,7 @@ from gft.lab import report, train
 from gft.lab.display import say, show, watching
 from gft.lab.recipes import RECIPES
 from gft.lab.records import write_json
+from gft.lab.stopping import Stopped
 
 RECIPE_NAMES = ("digits-fp", "digits-hybrid-4bit", "digits-quantized-2bit")
 
@@ -24,11 +25,15 @@ def demo(out: Path, seed: int = 0) -> list[dict[str, Any]]:
             shown.add(name, RECIPES[name].schedule.steps)
         while len(results) < len(runs):
             for name, run in runs.items():
-                for progress in run:
-                    shown.show(name, progress)
-                    if progress.result is not None:
-                        results[name] = progress.result
-                    break
+                try:
+                    progress = next(run)
+                except StopIteration:
+                    continue
+                except Stopped as stop:  # nothing goes on with a demonstration
+                    raise Stopped(stop.number) from None
+                shown.show(name, progress)
+                if progress.result is not None:
+                    results[name] = progress.result
     ordered = [results[name] for name in RECIPE_NAMES]
     show(report.demo_table(ordered))
     report.plot_curves({RECIPES[name].row: [report.validation_curve(out / name)] for name in RECIPE_NAMES},

@@ -1,7 +1,8 @@
 """What is shown: progress of one run or many, tables, and sheets of numbers.
 
 On a terminal progress is bars that move. Elsewhere, in a file or a pipe, it is lines with the time that is left, and tables
-are as wide as their cells: nothing is cut off or wrapped. Text is printed as it is: brackets in a path are no markup.
+are as wide as their cells: nothing is cut off or wrapped. Brackets in a path are no markup, and what would steer a terminal
+is written out (`printable`): names and texts come out of files.
 """
 
 import time
@@ -17,6 +18,7 @@ from rich.table import Table
 
 from gft.lab import train
 from gft.lab.energy.sheets import Sheet
+from gft.lab.plain import printable
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -25,11 +27,14 @@ console = Console(markup=False, highlight=False)
 
 def say(text: str) -> None:
     """Print a sentence. It may hold paths, which a reader wants to copy: no line is broken."""
-    console.print(text, soft_wrap=True)
+    console.print(printable(text), soft_wrap=True)
 
 
 def show(table: Table) -> None:
     """Print a table: in its frame on a terminal, else as plain columns."""
+    table.title, table.caption = (_plain(text) for text in (table.title, table.caption))
+    for column in table.columns:
+        column.header, column._cells = _plain(column.header), [_plain(cell) for cell in column._cells]
     if console.is_terminal:
         return console.print(table)
     table.box, table.padding, table.pad_edge = None, (0, 2, 0, 0), False
@@ -38,6 +43,10 @@ def show(table: Table) -> None:
         column.no_wrap = True
     natural = Measurement.get(console, console.options.update(width=10_000), table).maximum
     Console(markup=False, highlight=False, width=max(natural, 80)).print(table)
+
+
+def _plain(cell: Any) -> Any:
+    return printable(cell) if isinstance(cell, str) else cell
 
 
 def show_sheets(*sheets: Sheet) -> None:
@@ -90,7 +99,7 @@ class Bars:
         self._progress.stop()
 
     def add(self, name: str, total: int, done: int = 0) -> None:
-        self._tasks[name] = self._progress.add_task(name, total=total, completed=done, loss="", val="")
+        self._tasks[name] = self._progress.add_task(printable(name), total=total, completed=done, loss="", val="")
 
     def show(self, name: str, progress: train.Progress) -> None:
         if name not in self._tasks:

@@ -26,7 +26,7 @@ from torch.nn.utils import parametrize
 
 import gft
 from gft.errors import UsageError
-from gft.files import make_folder
+from gft.files import make_folder, sentence_for
 from gft.initialize import in_levels
 from gft.lab import data as datasets
 from gft.lab.models.resnet import ResNet
@@ -221,10 +221,14 @@ def known(file: Path, plan: Plan) -> set[Trial]:
     """The trials of this plan that a CSV file has already: a study that was stopped goes on."""
     if not file.exists():
         return set()
-    with open(file, newline="") as lines:
-        rows = [row for row in csv.DictReader(lines) if row["plan"] == json.dumps(asdict(plan))]
-    return {Trial(int(row["bits"]), row["init"], int(row["scales"]) if row["scales"].isdecimal() else row["scales"],
-                  row["method"], float(row["lr"]), row["memory"] == "True") for row in rows}
+    try:
+        with open(file, newline="", encoding="utf-8") as lines:
+            rows = [row for row in csv.DictReader(lines) if row["plan"] == json.dumps(asdict(plan))]
+        return {Trial(int(row["bits"]), row["init"], int(row["scales"]) if row["scales"].isdecimal() else row["scales"],
+                      row["method"], float(row["lr"]), row["memory"] == "True") for row in rows}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, csv.Error) as error:
+        raise UsageError(f"{file} is not the file of such a study ({type(error).__name__}); mend it, or give another --out"
+                         ) from error
 
 
 def append(outcomes: list[Outcome], plan: Plan, file: Path, device: torch.device, command: str) -> None:
@@ -235,7 +239,7 @@ def append(outcomes: list[Outcome], plan: Plan, file: Path, device: torch.device
              "tuned": round(outcome.tuned, 2), "seconds": round(outcome.seconds, 1), **about} for outcome in outcomes]
     make_folder(file.parent)
     is_new = not file.exists()
-    with open(file, "a", newline="") as out:
+    with sentence_for(file), open(file, "a", newline="") as out:
         writer = csv.DictWriter(out, list(rows[0]))
         if is_new:
             writer.writeheader()

@@ -4,8 +4,11 @@ Then: quorum in spacings of the grid that packed weights move on, sizes, directi
 second_moment, orthogonalize, vote_per, literal_mask. Settings that had no effect (inertia without memory, say) are None now.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+
+from gft.errors import UsageError
 
 NAMES = {
     "data": {"data": "name", "augment": "augment", "batch": "batch", "label_smoothing": "label_smoothing",
@@ -30,15 +33,29 @@ def in_parts(config: Mapping[str, Any]) -> dict[str, Any]:
     """A flat config as a nested one; a nested one as it is."""
     if not is_flat(config):
         return dict(config)
-    own = {key: config[key] for key in ("name", "table", "row", "paper", "metric")}
-    parts = {part: {now: config[then] for then, now in names.items() if then in config} for part, names in NAMES.items()}
-    parts["integers"] |= _integers(config)
-    return {**own, **parts}
+    with _named():
+        own = {key: config[key] for key in ("name", "table", "row", "paper", "metric")}
+        parts = {part: {now: config[then] for then, now in names.items() if then in config} for part, names in NAMES.items()}
+        parts["integers"] |= _integers(config)
+        return {**own, **parts}
 
 
 def orthogonalizes(config: Mapping[str, Any] | None) -> bool:
     """Did a run orthogonalize its votes? The earliest runs kept no config."""
-    return bool(config) and bool(in_parts(config)["integers"]["orthogonalize"])
+    if not config:
+        return False
+    with _named():
+        return bool(in_parts(config)["integers"]["orthogonalize"])
+
+
+@contextmanager
+def _named() -> Iterator[None]:
+    """Settings come out of a file, which may hold anything."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise UsageError(f"the settings (config) of a finished run cannot be read ({type(error).__name__}: {error}); mend "
+                         "or delete its line or folder") from error
 
 
 def _integers(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,8 +23,10 @@ from gft.lab import baselines
 from gft.lab import data as datasets
 from gft.lab.models.dnn import ACTIVATIONS, NORMS
 from gft.lab.models.vit import POSITIONS
+from gft.lab.records import is_number, short_repr
 
 LAYERS = ("none", "hidden", "all", "mlp", "blocks")
+WIDEST, DEEPEST = 2**16, 1000  # a network; more is a slip of the hand, or a config that means to fill the memory
 
 
 def _choose(part: Any, **choices: Sequence[Any]) -> None:
@@ -96,6 +98,9 @@ class Model:
         _choose(self, name=("dnn", "gpt", "llama", "vit"), norm=NORMS, activation=tuple(ACTIVATIONS), positions=POSITIONS,
                 precision=("fp32", "bf16"))
         _at_least(self, width=1, depth=1, heads=1, patch=1, kv_heads=1)
+        if max(self.width, self.heads, self.patch) > WIDEST or self.depth > DEEPEST:
+            raise UsageError(f"width={self.width}, depth={self.depth}, heads={self.heads}, patch={self.patch}: give at most "
+                             f"{WIDEST}, and a depth of at most {DEEPEST}")
         if self.name == "llama" and self.dropout:
             raise UsageError(f"dropout={self.dropout} would not be used: a llama has none; leave it at 0")
         if self.name != "llama" and self.kv_heads is not None:
@@ -272,9 +277,38 @@ class Recipe:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "Recipe":
-        """The recipe that `config` says. A field it lacks, since it is of a time before that field, has its default."""
-        values = {field.name: config[field.name] for field in dataclasses.fields(cls) if field.name in config}
-        return cls(**{key: PARTS[key](**value) if key in PARTS else value for key, value in values.items()})
+        """The recipe that `config` says. A field it lacks, since it is of a time before that field, has its default. It
+        comes out of a file, so each value is held to its field's type before anything is reckoned with it."""
+        values = _typed(cls, {key: value for key, value in config.items() if key not in PARTS and key != "seed"}, "")
+        for part in PARTS.keys() & config.keys():
+            if not isinstance(config[part], Mapping):
+                raise UsageError(f"the config's {part} is no object of settings; restore config.json, or train anew")
+            values[part] = PARTS[part](**_typed(PARTS[part], config[part], f"{part}."))
+        if missing := [key for key in ("name", "table", "row", "paper") if key not in values]:
+            raise UsageError(f"the config lacks {missing[0]}; restore config.json, or train anew")
+        return cls(**values)
+
+
+def _typed(kind: type, values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """The values, if each is one of `kind`'s fields and of its type."""
+    hints = get_type_hints(kind)
+    for key, value in values.items():
+        if key not in hints:
+            raise UsageError(f"the config has a setting {prefix}{short_repr(key)} that this gft does not know; use the gft "
+                             "it was made by, or train anew")
+        allowed = get_args(hints[key]) or (hints[key],)
+        if not any(_is_of(one, value) for one in allowed):
+            wanted = " or ".join("none" if one is type(None) else one.__name__ for one in allowed)
+            raise UsageError(f"the config's {prefix}{key} should be of type {wanted} and is {short_repr(value)}; restore "
+                             "config.json, or train anew")
+    return dict(values)
+
+
+def _is_of(kind: type, value: Any) -> bool:
+    """As JSON has it: an integer will do for a float, a truth value for neither."""
+    if kind in (int, float):
+        return is_number(value) and isinstance(value, (int, kind))
+    return isinstance(value, kind)
 
 
 def dotted(config: Mapping[str, Any]) -> dict[str, Any]:

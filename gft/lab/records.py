@@ -1,12 +1,30 @@
-"""JSON files of runs and tables: written whole, and read with a sentence where one is damaged."""
+"""JSON files of runs and tables: written whole, and read with a sentence where one is damaged or holds something else."""
 
 import json
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from gft.errors import UsageError
 from gft.files import write_text
+
+LARGEST_NUMBER = 1e300  # beyond it sums and squares of a report would overflow
+Kinds = Mapping[str, str]  # field -> one of TESTS; with " or none" if it may be null, with " if any" if missing, too
+
+# What a run's result says, and a line of runs.jsonl.
+RESULT: Kinds = {
+    "recipe": "text", "seed": "integer", "row": "text", "table": "text", "metric": "text", "value": "number",
+    "paper": "number or none", "steps": "integer", "fp32_params": "integer", "quantized_params": "integer",
+    "bits": "integer", "bits_total": "number", "bytes_per_weight": "number", "training_bytes_per_weight": "number if any",
+    "updates_estimated": "number or none", "updates_actual": "number", "energy_estimate_j": "number or none",
+    "wall_s": "number", "commit": "text", "device": "text", "torch": "text", "split": "text if any",
+    "config": "object if any", "curve": "list if any",
+}
+METRICS = ("accuracy", "loss")
+
+
+# ---------------------------------------------------------------------------------------------------- writing
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -18,20 +36,100 @@ def write_lines(path: Path, values: Iterable[Any]) -> None:
     write_text(path, "".join(json.dumps(value) + "\n" for value in values))
 
 
-def read_json_lines(path: Path) -> Iterator[Any]:
+# ---------------------------------------------------------------------------------------------------- reading
+
+
+def parsed(text: bytes) -> Any:
+    """JSON in UTF-8; whatever is wrong with it is a ValueError."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read ({error.strerror}); allow reading it, or use another folder") from error
+        return json.loads(text.decode("utf-8"))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def read_json_lines(path: Path, cut_last: bool = False) -> Iterator[Any]:
+    """cut_last: half a line at the end, as a kill leaves it, is passed over."""
+    lines = _content_of(path).splitlines()
     for number, line in enumerate(lines, 1):
         try:
-            yield json.loads(line)
+            yield parsed(line)
         except ValueError:
+            if cut_last and number == len(lines):
+                return
             raise UsageError(f"{path}, line {number}: not JSON; mend or delete it") from None
 
 
 def read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return parsed(_content_of(path))
+    except UsageError:
+        raise
+    except ValueError as error:
         raise UsageError(f"{path} cannot be read ({error}); restore it, or use another folder") from error
+
+
+def read_object(path: Path, kinds: Kinds | None = None) -> dict[str, Any]:
+    """A JSON file that holds an object with fields of these kinds, and perhaps others."""
+    return checked(read_json(path), str(path), kinds or {})
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """What a finished run came to."""
+    return checked_result(read_object(path), str(path))
+
+
+def _content_of(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read ({error.strerror}); allow reading it, or use another folder") from error
+
+
+# ---------------------------------------------------------------------------------------------------- what a file may hold
+
+
+def is_number(value: Any) -> bool:
+    """Finite, and of a size that can be reckoned with. JSON as Python reads it also has NaN, and integers of any length."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not (
+        isinstance(value, float) and math.isnan(value)) and abs(value) < LARGEST_NUMBER
+
+
+TESTS = {
+    "text": lambda value: isinstance(value, str),
+    "number": is_number,
+    "integer": lambda value: isinstance(value, int) and is_number(value),
+    "truth": lambda value: isinstance(value, bool),
+    "object": lambda value: isinstance(value, dict),
+    "list": lambda value: isinstance(value, list),
+}
+
+
+def checked(value: Any, name: str, kinds: Kinds) -> dict[str, Any]:
+    """`value`, if it is an object whose fields are of these kinds; `name` says in the error what was read."""
+    if not isinstance(value, dict):
+        raise UsageError(f"{name} holds a {type(value).__name__} where an object with fields should be; mend or delete it")
+    for field, kind in kinds.items():
+        what, _, otherwise = kind.partition(" ")
+        if field not in value and otherwise == "if any":
+            continue
+        if not (field in value and (TESTS[what](value[field]) or (otherwise and value[field] is None))):
+            raise UsageError(f"{name}: {field} should be {kind} and is {short_repr(value.get(field))}; mend or delete it")
+    return value
+
+
+def checked_result(value: Any, name: str) -> dict[str, Any]:
+    """A run's result with all that tables are made of."""
+    result = checked(value, name, RESULT)
+    if result["metric"] not in METRICS:
+        raise UsageError(f"{name}: metric is {short_repr(result['metric'])}; it should be one of {', '.join(METRICS)}")
+    if not all(isinstance(point, list) and len(point) == 2 and all(map(is_number, point)) for point in
+               result.get("curve") or ()):
+        raise UsageError(f"{name}: curve should list pairs of a step and a value; mend or delete it")
+    return result
+
+
+def short_repr(value: Any) -> str:
+    """A value of a file for a message: on one line, cut where it is long."""
+    text = repr(value) if isinstance(value, (str, float, bool, type(None))) else type(value).__name__ if isinstance(
+        value, (list, dict)) or not is_number(value) else str(value)
+    return text if len(text) <= 40 else text[:37] + "..."

@@ -12,7 +12,7 @@ from rich.table import Table
 from gft.lab import bench, figures, older
 from gft.lab import markdown as tables
 from gft.lab.recipe import Recipe
-from gft.lab.records import read_json_lines
+from gft.lab.records import checked, read_json_lines
 
 Result = Mapping[str, Any]
 Row = Mapping[str, Any]  # of a table: several runs
@@ -236,7 +236,10 @@ def bench_table(title: str, rows: Sequence[bench.Row], bars: bool = True) -> Tab
 
 def validation_curve(run: Path) -> list[tuple[int, float]]:
     """(step, validation value) of a run folder's metrics."""
-    return [(line["step"], line["val"]) for line in read_json_lines(run / "metrics.jsonl") if "val" in line]
+    file = run / "metrics.jsonl"
+    lines = (checked(line, f"{file}, line {number}", {"step": "integer", "val": "number if any"})
+             for number, line in enumerate(read_json_lines(file), 1))
+    return [(line["step"], line["val"]) for line in lines if line.get("val") is not None]
 
 
 def plot_curves(curves: Mapping[str, Sequence[Sequence[tuple[int, float]]]], title: str, metric: str,
@@ -249,7 +252,8 @@ def plot_curves(curves: Mapping[str, Sequence[Sequence[tuple[int, float]]]], tit
     axes.set_prop_cycle(plt.cycler(linestyle=["-", ":"]) * plt.rcParams["axes.prop_cycle"])  # no two rows of a table alike
     for name, seeds in curves.items():
         steps = [step for step, _ in seeds[0]]
-        values = np.array([[value for _, value in seed] for seed in seeds])
+        alike = [seed for seed in seeds if [step for step, _ in seed] == steps]  # others were evaluated at other steps
+        values = np.array([[value for _, value in seed] for seed in alike])
         (line,) = axes.plot(steps, values.mean(0), label=name, linewidth=1.6, marker="o", markersize=2.5)
         axes.fill_between(steps, values.min(0), values.max(0), color=line.get_color(), alpha=0.18, linewidth=0)
     # The first quarter of a curve may be far off; the rest should fill the picture.

@@ -7,21 +7,28 @@ go on (its loss became NaN, say) does not keep the others from their results.
 """
 
 import multiprocessing
-import queue
-from collections.abc import Iterator, Mapping, Sequence
+import multiprocessing.connection
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gft.errors import UsageError
-from gft.files import write_text
-from gft.lab import ladder, older, report, train
+from gft.files import FolderLock, write_text
+from gft.lab import ladder, older, report, stopping, train
 from gft.lab.display import watch, watching
 from gft.lab.generate import sample_of
 from gft.lab.ladder import sheet
 from gft.lab.recipe import Recipe, dotted
 from gft.lab.recipes import RECIPES, VARIANTS, variant_of
-from gft.lab.records import read_json, read_json_lines, write_json, write_lines
+from gft.lab.records import checked_result, read_json_lines, read_object, read_result, write_json, write_lines
 from gft.lab.runs import TrainingError, resolve_device
+from gft.lab.stopping import Stopped, stoppable
 
 TITLES = {
     "mnist-dnn": "DNN on MNIST (paper, Table 1)",
@@ -38,6 +45,8 @@ SUBTITLES = {"default": "", "paper": ", the paper's own rule", "packed": ", with
 # The paper's figure of generated text shows these three; their checkpoints are kept.
 SAMPLED = ("shakespeare-gpt-fp", "shakespeare-gpt-hybrid1-4bit", "shakespeare-gpt-hybrid1-2bit")
 
+START = "spawn"  # of workers: CUDA does not survive a fork
+SECONDS_TO_SAVE = 30.0  # that runs are given when a table is stopped
 DEFAULTS = dotted(Recipe("", "", "", None).config())
 Run = tuple[Recipe, int, Path]
 Event = tuple[str, train.Progress | TrainingError]  # of which run, and why it stopped if it did
@@ -88,15 +97,34 @@ def reproduce(folders: Mapping[str, Path],  # of each table
     options = " ".join([*([f"--seeds {seeds}"] if seeds else []), *([f"--{variant}"] if variant != "default" else []),
                         *(f"--rows {row}" for row in rows), *(f"--set {setting}" for setting in settings),
                         *([f"--jobs {jobs}"] if jobs > 1 else [])])
+    with ExitStack() as held:
+        for table in wanted:
+            lock = FolderLock(folders[table], "wait for it to end, or give another --out")
+            held.callback(lock.release)
+        return _reproduce(wanted, folders, Asked(seeds, variant, options, device, jobs))
+
+
+class Asked(NamedTuple):
+    """How tables are to be run."""
+
+    seeds: int | None  # None: as many as the table asks for
+    variant: str
+    options: str  # as they are typed
+    device: str
+    jobs: int
+
+
+def _reproduce(wanted: Mapping[str, Sequence[Recipe]], folders: Mapping[str, Path], asked: Asked) -> dict[str, list[Line]]:
+    seeds = asked.seeds
     finished = {table: read_lines(folders[table]) for table in wanted}
     missing = {table: missing_of(recipes, folders[table], finished[table], seeds) for table, recipes in wanted.items()}
     for table in wanted:
-        write_json(folders[table] / "about.json", {"title": TITLES[table] + SUBTITLES[variant],
-                                                   "command": f"gft reproduce {table} {options}".strip()})
+        write_json(folders[table] / "about.json", {"title": TITLES[table] + SUBTITLES[asked.variant],
+                                                   "command": f"gft reproduce {table} {asked.options}".strip()})
     written = {table: write_table(folders[table]) for table, left in missing.items() if not left}
     unfinished, stopped = {table: len(left) for table, left in missing.items()}, []
     total = sum(seeds_of(recipe, seeds) for recipes in wanted.values() for recipe in recipes)
-    for result in _outcomes([run for left in missing.values() for run in left], total, device, jobs):
+    for result in _outcomes([run for left in missing.values() for run in left], total, asked.device, asked.jobs):
         if isinstance(result, TrainingError):
             stopped.append(result)
             continue
@@ -131,11 +159,10 @@ def read_lines(out: Path) -> dict[tuple[str, int], Line]:
     lines = {}
     if (out / "runs.jsonl").exists():
         for number, line in enumerate(read_json_lines(out / "runs.jsonl"), 1):
-            if not (isinstance(line, dict) and {"recipe", "seed"} <= line.keys()):
-                raise UsageError(f"{out / 'runs.jsonl'}, line {number}: not a run's result; mend or delete it")
+            line = checked_result(line, f"{out / 'runs.jsonl'}, line {number}")
             lines[line["recipe"], line["seed"]] = line
     for file in sorted(out.glob("*/seed-*/result.json")):
-        result = read_json(file)
+        result = read_result(file)
         lines[result["recipe"], result["seed"]] = {**result, "curve": report.validation_curve(file.parent)}
     return lines
 
@@ -155,7 +182,7 @@ def write_table(out: Path) -> list[Line]:
     """table.md, table.json, runs.jsonl and curves.{png,svg} from every finished run in the folder of a table."""
     if not (out / "about.json").exists():
         raise UsageError(f"{out} is not the folder of a table (it has no about.json); give one that gft reproduce made")
-    about = read_json(out / "about.json")
+    about = read_object(out / "about.json", {"title": "text", "command": "text"})
     order = {name: place for place, name in enumerate(RECIPES)}
     lines = sorted(read_lines(out).values(), key=lambda line: (order.get(line["recipe"], len(order)), line["seed"]))
     if not lines:
@@ -198,28 +225,38 @@ def samples(out: Path, *, device: str = "auto", settings: Sequence[str] = ()) ->
 
 def _outcomes(missing: Sequence[Run], total: int, device: str, jobs: int) -> Iterator[Line | TrainingError]:
     """Each run's result as soon as it has one, or why it stopped, with progress shown on the way."""
-    with watching() as shown:
-        shown.add("all runs", total, done=total - len(missing))
-        for name, event in (_in_turn(missing, device) if jobs == 1 else _side_by_side(missing, device, jobs)):
-            if isinstance(event, TrainingError):
-                shown.done(name)
-                yield TrainingError(f"{name}: {event}")
-                continue
-            shown.show(name, event)
-            if event.result is not None:
-                shown.done(name)
-                shown.advance("all runs")
-                yield event.result
+    done = total - len(missing)
+    try:
+        with watching() as shown:
+            shown.add("all runs", total, done=done)
+            for name, event in (_in_turn(missing, device) if jobs == 1 else _side_by_side(missing, device, jobs)):
+                if isinstance(event, TrainingError):
+                    shown.done(name)
+                    yield TrainingError(f"{name}: {event}")
+                    continue
+                shown.show(name, event)
+                if event.result is not None:
+                    done += 1
+                    shown.done(name)
+                    shown.advance("all runs")
+                    yield event.result
+    except Stopped as stop:
+        said = f"{done} of {total} runs are done and the others saved; the same command goes on"
+        raise Stopped(stop.number, said) from None
+
+
+def _name_of(run: Run) -> str:
+    return f"{run[0].name} seed {run[1]}"
 
 
 def _events(run: Run, device: str) -> Iterator[Event]:
     recipe, seed, folder = run
-    name, keep = f"{recipe.name} seed {seed}", recipe.name in SAMPLED and seed == 0
+    keep = recipe.name in SAMPLED and seed == 0
     try:
         for progress in train.training(recipe, folder, seed=seed, device=device, resume=True, keep_checkpoint=keep):
-            yield name, progress
+            yield _name_of(run), progress
     except TrainingError as error:
-        yield name, error
+        yield _name_of(run), error
 
 
 def _in_turn(missing: Sequence[Run], device: str) -> Iterator[Event]:
@@ -227,35 +264,98 @@ def _in_turn(missing: Sequence[Run], device: str) -> Iterator[Event]:
         yield from _events(run, device)
 
 
+def _side_by_side(missing: Sequence[Run], device: str, jobs: int) -> Iterator[Event]:
+    """Several processes at once: small networks leave a GPU waiting for the host between kernels. A process for each run:
+    what torch.compile made for one then serves the others, and one that is killed takes no other with it."""
+    for recipe in {run[0].data: run[0] for run in missing}.values():
+        train.data_of(recipe)  # tokens and images are prepared once, not by each process
+    context = multiprocessing.get_context(START)
+    threads = max(1, multiprocessing.cpu_count() // jobs)
+    waiting, working = list(missing), {}
+    try:
+        while waiting or working:
+            while waiting and len(working) < jobs:
+                ours, theirs = context.Pipe(duplex=False)
+                run = waiting.pop(0)
+                worker = context.Process(target=_work, args=(run, device, theirs, threads), name=_name_of(run))
+                _start(worker)
+                theirs.close()  # so that the worker's end is the only one, and closes with it
+                working[ours] = worker
+            for ready in multiprocessing.connection.wait(list(working)):
+                assert isinstance(ready, multiprocessing.connection.Connection)
+                worker = working[ready]
+                try:
+                    event = ready.recv()
+                except EOFError:  # it has closed its end: all is said, or it was killed
+                    del working[ready]
+                    ready.close()
+                    worker.join()
+                    if worker.exitcode:
+                        yield worker.name, TrainingError(f"its process {_ended(worker.exitcode)}; the same command goes on "
+                                                         "from its last checkpoint")
+                    continue
+                if isinstance(event, UsageError) and not isinstance(event, TrainingError):
+                    raise event
+                yield worker.name, event
+    finally:
+        _end(working.values())
+
+
+def _start(worker: Any) -> None:
+    """A Ctrl-C is for the table, which then stops its workers; they inherit that they ignore it."""
+    here = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if here else None
+    try:
+        worker.start()
+    finally:
+        if here:
+            signal.signal(signal.SIGINT, before)
+
+
+def _ended(code: int) -> str:
+    """What an exit code says of a process's end."""
+    if code - 128 in stopping.CAUGHT:
+        return f"was stopped by {signal.Signals(code - 128).name}"
+    if code >= 0:
+        return f"ended with exit code {code}, for the reason printed above"
+    name = signal.Signals(-code).name
+    return f"was killed by {name}" + (" (for want of memory, perhaps)" if name == "SIGKILL" else "")
+
+
+def _end(workers: Iterable[Any]) -> None:
+    """Have workers save and stop, and kill those that take too long."""
+    workers = list(workers)
+    for worker in workers:
+        worker.terminate()
+    deadline = time.monotonic() + SECONDS_TO_SAVE
+    for worker in workers:
+        worker.join(max(0.0, deadline - time.monotonic()))
+        if worker.is_alive():
+            worker.kill()
+            worker.join()
+
+
 def _work(run: Run, device: str, events: Any, threads: int) -> None:
+    """A worker: trains one run, and sends what comes of it. A signal, or the end of the table's own process, makes it save
+    and stop: whoever starts the table again should not find it at work."""
     import torch
 
     torch.set_num_threads(threads)
     torch.set_float32_matmul_precision("high")
+    with stoppable():
+        threading.Thread(target=_stop_with_parent, daemon=True).start()
+        try:
+            for _, event in _events(run, device):
+                if isinstance(event, TrainingError) or event.loss is not None or event.result is not None:
+                    events.send(event)
+        except UsageError as error:
+            events.send(error)
+        except (Stopped, BrokenPipeError) as stop:
+            sys.exit(stop.exit_code if isinstance(stop, Stopped) else 1)
+
+
+def _stop_with_parent() -> None:
     parent = multiprocessing.parent_process()
-    for name, event in _events(run, device):
-        if isinstance(event, TrainingError) or event.loss is not None or event.result is not None:
-            if parent is not None and not parent.is_alive():
-                return  # it was killed; whoever starts the table again should not find this run at work
-            events.put((name, event))
-
-
-def _side_by_side(missing: Sequence[Run], device: str, jobs: int) -> Iterator[Event]:
-    """Several processes at once: small networks leave a GPU waiting for the host between kernels."""
-    for recipe in {run[0].data: run[0] for run in missing}.values():
-        train.data_of(recipe)  # tokens and images are prepared once, not by each process
-    context = multiprocessing.get_context("spawn")
-    threads = max(1, multiprocessing.cpu_count() // jobs)
-    # A process for each run: what torch.compile made for one then serves the others. A pool's exit ends its processes at
-    # once, also on Ctrl-C; what was finished or checkpointed stays on disk.
-    with context.Manager() as manager, context.Pool(jobs, maxtasksperchild=1) as pool:
-        events = manager.Queue()
-        pending = [pool.apply_async(_work, (run, device, events, threads)) for run in missing]
-        while pending or not events.empty():
-            for one in [one for one in pending if one.ready()]:
-                one.get()  # raises what the run raised
-                pending.remove(one)
-            try:
-                yield events.get(timeout=0.2)
-            except queue.Empty:
-                continue
+    if parent is not None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGTERM)

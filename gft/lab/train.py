@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -18,18 +19,22 @@ from gft.capture import on_the_host
 from gft.checkpoint import read_checkpoint
 from gft.lab import baselines, energy
 from gft.lab import data as datasets
-from gft.lab.build import DataSet, build_model, build_optimizer, build_scheduler
+from gft.lab.build import DataSet, build_float_model, build_model, build_optimizer, build_scheduler
 from gft.lab.data.augment import middle
 from gft.lab.models import ViT
 from gft.lab.provenance import commit, device_name
 from gft.lab.recipe import Recipe
+from gft.lab.records import is_number
 from gft.lab.runs import RunFolder, TrainingError, checkpoint_of, read_config, resolve_device
+from gft.lab.stopping import Stopped, asked_to_stop, deferred
 from gft.lab.stopwatch import Stopwatch, counters_of
 from gft.layers import quantized_layers
 
 LOG_EVERY = 20
 SECONDS_BETWEEN_CHECKPOINTS = 60.0
 LEAST_REST = 20  # times as long as the last checkpoint took: those of large networks take a while
+WEIGHTS_A_BYTE = 4  # of a checkpoint, at most
+LONGEST_CONTEXT = 2**16  # characters; more is no text of ours
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,7 @@ def evaluate(model: nn.Module, data: DataSet, split: str, recipe: Recipe) -> flo
 
 def recipe_of(folder: Path) -> Recipe:
     """What a run folder was trained by."""
-    if not (folder / "config.json").exists():
+    if not os.path.exists(folder / "config.json"):  # without an error where it may not be looked for
         raise TrainingError(f"{folder} is not a run folder (it has no config.json); give the --out of gft train")
     return Recipe.of(read_config(folder))
 
@@ -93,6 +98,7 @@ def load_run(folder: Path, device: str = "auto", *, to_write: bool = False) -> t
     characters = kept is not None and "characters" in kept
     data = (datasets.Text.without_splits(**kept) if kept and characters and to_write else data_of(recipe)).to(on)
     check_text(data, kept, folder)
+    check_size(recipe, data, checkpoint)
     model = build_model(recipe, data).to(on)
     gft.load_checkpoint(checkpoint, model)
     return model.eval(), data, recipe
@@ -100,6 +106,17 @@ def load_run(folder: Path, device: str = "auto", *, to_write: bool = False) -> t
 
 def data_of(recipe: Recipe) -> DataSet:
     return datasets.load(recipe.data.name, recipe.data.context, recipe.data.vocabulary)
+
+
+def check_size(recipe: Recipe, data: DataSet, checkpoint: Path) -> None:
+    """A config and a checkpoint are two files, and may be of two runs. A network that the checkpoint cannot fill, at two
+    bits a weight, is refused before memory is taken for it."""
+    with torch.device("meta"):
+        weights = sum(parameter.numel() for parameter in build_float_model(recipe, data).parameters())
+    held = checkpoint.stat().st_size if checkpoint.is_file() else None
+    if held is not None and weights > WEIGHTS_A_BYTE * held:
+        raise TrainingError(f"config.json describes {weights:,} weights, and {checkpoint} has {held:,} bytes; restore the "
+                            "one that belongs to it")
 
 
 def text_of(data: DataSet) -> dict[str, Any] | None:
@@ -111,7 +128,21 @@ def text_of(data: DataSet) -> dict[str, Any] | None:
 
 def kept_text(recipe: Recipe, checkpoint: Path) -> dict[str, Any] | None:
     """What a checkpoint has kept of a text, known before there is a model to load it into: its size depends on that."""
-    return read_checkpoint(checkpoint)["extra"].get("text") if recipe.model.name in ("gpt", "llama") else None
+    if recipe.model.name not in ("gpt", "llama"):
+        return None
+    extra = read_checkpoint(checkpoint)["extra"]
+    kept = extra.get("text") if isinstance(extra, dict) else None
+    if kept is None:
+        return None
+    context, characters, vocabulary = (kept.get(key) if isinstance(kept, dict) else None
+                                       for key in ("context", "characters", "vocabulary"))
+    sensible = isinstance(context, int) and 1 <= context <= LONGEST_CONTEXT
+    if sensible and isinstance(vocabulary, str):
+        return {"vocabulary": vocabulary, "context": context}
+    if sensible and isinstance(characters, str) and characters and list(characters) == sorted(set(characters)):
+        return {"characters": characters, "context": context}
+    raise TrainingError(f"{checkpoint} says nothing sensible of the text it was trained on; restore it from a copy, or "
+                        "train anew in another folder")
 
 
 def check_text(data: DataSet, kept: dict[str, Any] | None, folder: Path) -> None:
@@ -140,11 +171,30 @@ def training(recipe: Recipe, out: Path, *, seed: int = 0, device: str = "auto", 
     checkpoint_every: steps between checkpoints; once a minute if None. keep_checkpoint: leave the last one in the folder
     when the run is done, for `gft eval`.
     """
-    on, steps = resolve_device(device), recipe.schedule.steps
+    on = resolve_device(device)
     folder = RunFolder(out, recipe, seed, resume)
     if folder.result is not None:
-        yield Progress(steps, steps, result=folder.result)
+        yield Progress(recipe.schedule.steps, recipe.schedule.steps, result=folder.result)
         return
+    try:
+        yield from _train(recipe, folder, Options(seed, on, checkpoint_every, keep_checkpoint, tensorboard))
+    finally:
+        folder.close()
+
+
+@dataclass(frozen=True)
+class Options:
+    """What decides nothing of a run's outcome, but for the seed."""
+
+    seed: int
+    device: torch.device
+    checkpoint_every: int | None  # steps; once a minute if None
+    keep_checkpoint: bool
+    tensorboard: bool
+
+
+def _train(recipe: Recipe, folder: RunFolder, options: Options) -> Iterator[Progress]:
+    on, seed, steps = options.device, options.seed, recipe.schedule.steps
     data = data_of(recipe).to(on)
     torch.manual_seed(seed)
     model = build_model(recipe, data).to(on)
@@ -152,11 +202,11 @@ def training(recipe: Recipe, out: Path, *, seed: int = 0, device: str = "auto", 
     scheduler = build_scheduler(recipe, optimizer)
     step, seconds, watch = 0, 0.0, Stopwatch(counters_of(on))
     if folder.checkpoint.exists():
-        check_text(data, kept_text(recipe, folder.checkpoint), out)
+        check_text(data, kept_text(recipe, folder.checkpoint), folder.path)
         restored = gft.load_checkpoint(folder.checkpoint, model, optimizer, scheduler)
-        step, seconds = restored["step"], restored["seconds"]
+        step, seconds = reached(restored, steps, folder.checkpoint)
         watch = Stopwatch(counters_of(on), restored.get("train_s", 0.0), restored.get("joules"))
-    folder.start(step, tensorboard)
+    folder.start(step, options.tensorboard)
 
     eval_every = recipe.schedule.eval_every or data.per_epoch(recipe.data.batch)
     compiles = recipe.model.compiled and on.type == "cuda"
@@ -185,41 +235,50 @@ def training(recipe: Recipe, out: Path, *, seed: int = 0, device: str = "auto", 
     clipped = gft.dense(model) if recipe.dense.clip is not None else []
     if on.type == "cuda":
         torch.cuda.reset_peak_memory_stats(on)
+
+    def save() -> None:
+        finite_loss(loss, step, folder)  # a diverged state is none to go on from
+        folder.flush()
+        gft.save_checkpoint(folder.checkpoint, model, optimizer, scheduler, step=step, seconds=seconds,
+                            train_s=watch.seconds, joules=watch.joules, text=text_of(data))
+
     progress = Progress(step, steps)
     watch.start(step)
     take, whole_from = taker(), math.ceil(steps * (1 - recipe.schedule.whole_images))
-    while step < steps:
-        if isinstance(model, ViT) and step >= whole_from and not model.sees_whole_images:
-            model.drop_patches(0.0)
-            take = taker()  # a CUDA graph is of one number of patches
-        loss = take(*next(batches))
-        scheduler.step()
-        step += 1
+    with deferred():
+        while step < steps:
+            if isinstance(model, ViT) and step >= whole_from and not model.sees_whole_images:
+                model.drop_patches(0.0)
+                take = taker()  # a CUDA graph is of one number of patches
+            loss = take(*next(batches))
+            scheduler.step()
+            step += 1
 
-        last = step == steps
-        progress = Progress(step, steps)
-        if step % LOG_EVERY == 0 or last:
-            progress = dataclasses.replace(progress, loss=finite_loss(loss, step, folder))
-            watch.mark(step)
-            folder.log(step, loss=progress.loss, lr=scheduler.get_last_lr()[0])
-        if step % eval_every == 0 or last:
-            watch.stop()
-            progress = dataclasses.replace(progress, val=evaluate(model, data, "val", recipe))
-            folder.log(step, val=progress.val, train_s=watch.seconds, layers=gft.statistics(model, optimizer))
-            watch.start(step)
-        due = step % checkpoint_every == 0 if checkpoint_every else clock - saved_at > rest
-        seconds, clock = seconds + time.perf_counter() - clock, time.perf_counter()
-        if (due and not last) or (last and keep_checkpoint):
-            finite_loss(loss, step, folder)  # a diverged state is none to go on from
-            watch.stop()
-            gft.save_checkpoint(folder.checkpoint, model, optimizer, scheduler, step=step, seconds=seconds,
-                                train_s=watch.seconds, joules=watch.joules, text=text_of(data))
-            saved_at = time.perf_counter()
-            rest = max(SECONDS_BETWEEN_CHECKPOINTS, LEAST_REST * (saved_at - clock))
-            watch.start(step)
-        if not last:
-            yield progress
-            clock = time.perf_counter()  # what the caller took is not the run's time
+            last, every = step == steps, options.checkpoint_every
+            progress = Progress(step, steps)
+            if step % LOG_EVERY == 0 or last:
+                progress = dataclasses.replace(progress, loss=finite_loss(loss, step, folder))
+                watch.mark(step)
+                folder.log(step, loss=progress.loss, lr=scheduler.get_last_lr()[0])
+            if step % eval_every == 0 or last:
+                watch.stop()
+                progress = dataclasses.replace(progress, val=evaluate(model, data, "val", recipe))
+                folder.log(step, val=progress.val, train_s=watch.seconds, layers=gft.statistics(model, optimizer))
+                watch.start(step)
+            due = step % every == 0 if every else clock - saved_at > rest
+            seconds, clock = seconds + time.perf_counter() - clock, time.perf_counter()
+            signal = None if last else asked_to_stop()
+            if (due and not last) or (last and options.keep_checkpoint) or signal:
+                watch.stop()
+                save()
+                saved_at = time.perf_counter()
+                rest = max(SECONDS_BETWEEN_CHECKPOINTS, LEAST_REST * (saved_at - clock))
+                watch.start(step)
+            if signal:
+                raise Stopped(signal, f"step {step} of {steps} is saved in {folder.path}; --resume goes on from there")
+            if not last:
+                yield progress
+                clock = time.perf_counter()  # what the caller took is not the run's time
 
     watch.stop()
     peak = torch.cuda.max_memory_allocated(on) if on.type == "cuda" else None
@@ -228,7 +287,7 @@ def training(recipe: Recipe, out: Path, *, seed: int = 0, device: str = "auto", 
     result |= {"train_s": watch.seconds, "step_ms": watch.step_ms, "joules": watch.joules, "peak_bytes": peak}
     result |= {"seed": seed, "wall_s": seconds, "device": device_name(on), "torch": torch.__version__, "commit": commit(),
                "config": recipe.config()}
-    folder.finish(result, keep_checkpoint)
+    folder.finish(result, options.keep_checkpoint)
     yield Progress(step, steps, float(loss.detach()), result["value"], result)
 
 
@@ -241,6 +300,15 @@ def measures(model: nn.Module, data: DataSet, recipe: Recipe, value: float) -> d
     return {"test": test, "test_bits_a_byte": None if test is None else data.bits_a_byte("test", test),
             "bits_a_byte": data.bits_a_byte("val", value),
             "tokens": recipe.schedule.steps * recipe.data.batch * data.context}
+
+
+def reached(extra: dict[str, Any], steps: int, checkpoint: Path) -> tuple[int, float]:
+    """The step and the seconds of training that a checkpoint of this run stands at."""
+    step, seconds = extra.get("step"), extra.get("seconds")
+    if not (isinstance(step, int) and 0 <= step <= steps and isinstance(seconds, (int, float)) and is_number(seconds)):
+        raise TrainingError(f"{checkpoint} was not written by this run (it is to have {steps} steps); restore it from a "
+                            "copy, or train anew in another folder")
+    return step, seconds
 
 
 def finite_loss(loss: Tensor, step: int, folder: RunFolder) -> float:

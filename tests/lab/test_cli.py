@@ -1,13 +1,9 @@
-"""The command line as a user meets it: in this process, and in one of its own where it is killed."""
+"""The command line as a user meets it. Signals, kills and full disks are in test_kills.py."""
 
 import dataclasses
 import json
-import os
 import re
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +12,6 @@ import torch
 
 import gft as library
 from gft import cli, errors
-from gft.checkpoint import read_checkpoint
 from gft.errors import install_hint
 from gft.lab import demo
 from gft.lab.recipe import PARTS
@@ -200,35 +195,3 @@ def test_a_damaged_checkpoint_is_named_and_left_alone(gft, tmp_path):
     assert done.code == 2
     assert "damaged or cut short" in done.error
     assert checkpoint.read_bytes() == damaged
-
-
-@pytest.mark.slow
-def test_a_killed_run_resumes_to_the_same_bits(gft, tmp_path):
-    arguments = ["train", "digits-hybrid-4bit", "--steps", "120", "--checkpoint-every", "3", "--seed", "5", "--set",
-                 "dropout=0.1", *SMALL]
-    assert gft(*arguments, "--out", "whole").code == 0
-    process = subprocess.Popen([*COMMAND, *arguments, "--out", "killed"], cwd=tmp_path, stdout=subprocess.DEVNULL,
-                               env={**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2]), "OMP_NUM_THREADS": "1"})
-    wait_for_step(tmp_path / "killed" / "metrics.jsonl", 20, process)
-    assert process.poll() is None
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert not (tmp_path / "killed" / "result.json").exists()
-    assert gft(*arguments, "--out", "killed", "--resume").code == 0
-
-    whole, killed = (read_checkpoint(tmp_path / name / "checkpoint" / "state.safetensors") for name in ("whole", "killed"))
-    assert whole["extra"]["step"] == killed["extra"]["step"] == 120
-    for name, tensor in whole["model"].items():
-        assert torch.equal(tensor, killed["model"][name]), name
-    steps = [json.loads(line)["step"] for line in (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()]
-    assert steps == sorted(steps)
-
-
-def wait_for_step(metrics: Path, wanted: int, process: subprocess.Popen, seconds: float = 60) -> None:
-    start = time.monotonic()
-    while time.monotonic() - start < seconds and process.poll() is None:
-        if metrics.exists():
-            lines = metrics.read_text().splitlines()
-            if lines and lines[-1].endswith("}") and json.loads(lines[-1])["step"] >= wanted:
-                return
-        time.sleep(0.01)

@@ -1,20 +1,26 @@
 """The data room: what is found, fetched, decoded and kept, and the batches made of it."""
 
+import contextlib
 import dataclasses
 import gzip
 import hashlib
 import http.server
 import itertools
 import math
+import os
+import signal
+import stat
 import struct
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 import torch
 
 from gft.lab import data, train
-from gft.lab.data import imagenette, mnist, text
+from gft.lab.data import folder, imagenette, mnist, text
+from gft.lab.data.folder import retrieve
 
 NOWHERE = ("http://127.0.0.1:9/",)  # nothing listens there
 
@@ -38,8 +44,9 @@ def idx(values: torch.Tensor) -> bytes:
 
 @pytest.fixture
 def mnist_like(tmp_path, monkeypatch):
-    """Seven images in torchvision's layout, unpacked."""
+    """Seven images in torchvision's layout, unpacked; four are to train on."""
     monkeypatch.setenv("GFT_DATA", str(tmp_path))
+    monkeypatch.setattr(mnist, "MNIST_TRAIN", 4)
     raw = tmp_path / "MNIST" / "raw"
     raw.mkdir(parents=True)
     for source in data.MNIST_FILES:
@@ -53,7 +60,7 @@ def test_mnist_is_read_from_torchvisions_folder(mnist_like):
     assert read.tolist() == [0, 1, 2, 3, 4, 5, 6]
     assert data.find_mnist() is not None
     assert data.found("mnist-images") == str(mnist_like)
-    assert data.load_mnist().train[0].shape == (7, 784)
+    assert data.load_mnist().train[0].shape == (4, 784)
 
 
 def test_mnist_with_a_wrong_checksum_is_refused(mnist_like):
@@ -70,6 +77,24 @@ def test_mnist_cut_short_is_refused(mnist_like):
         data.load_mnist()
 
 
+@pytest.mark.parametrize(("file", "values", "says"), [
+    ("train-images-idx3-ubyte", torch.zeros(4, 28, 28), r"images of \(4, 28, 28\) and labels of \(7,\)"),
+    ("train-labels-idx1-ubyte", torch.full((7,), 98), "an image labelled 98, and digits end at 9"),
+    ("t10k-images-idx3-ubyte", torch.zeros(7, 5, 28), r"images of \(7, 5, 28\)"),
+    ("t10k-images-idx3-ubyte", torch.zeros(7, 784), r"images of \(7, 784\)"),
+], ids=["fewer images than labels", "a label beyond 9", "another size", "flat"])
+def test_mnist_that_does_not_fit_together_is_refused(file, values, says, mnist_like, refuses):
+    (mnist_like / file).write_bytes(idx(values))
+    with refuses(data.DataError, says):
+        data.load_mnist()
+
+
+def test_mnist_without_images_to_validate_is_refused(mnist_like, monkeypatch, refuses):
+    monkeypatch.setattr(mnist, "MNIST_TRAIN", 7)
+    with refuses(data.DataError, "has 7 images and at least 8 are needed"):
+        data.load_mnist()
+
+
 def test_missing_mnist_is_downloaded_and_a_bad_mirror_passed_over(tmp_path, monkeypatch):
     folders = {name: tmp_path / "web" / name for name in ("bad", "good")}
     sources = []
@@ -83,6 +108,7 @@ def test_missing_mnist_is_downloaded_and_a_bad_mirror_passed_over(tmp_path, monk
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("GFT_DATA", str(tmp_path / "cache"))
     monkeypatch.setattr(mnist, "MNIST_FILES", tuple(sources))
+    monkeypatch.setattr(mnist, "MNIST_TRAIN", 2)
     mirrors = tuple(f"http://127.0.0.1:{server.server_port}/{name}/" for name in folders)
     monkeypatch.setattr(mnist, "MNIST_MIRRORS", mirrors[:1])
     with pytest.raises(data.DataError, match="hash"):
@@ -93,13 +119,68 @@ def test_missing_mnist_is_downloaded_and_a_bad_mirror_passed_over(tmp_path, monk
     assert data.load_mnist().test[0].shape == (3, 4)  # and now it is found without a network
 
 
+def test_downloads_at_once_are_both_fine_and_a_killed_one_leaves_no_file(empty, monkeypatch):
+    content = bytes(range(256)) * 4000
+    source = data.Source("input.txt", hashlib.md5(content).hexdigest())
+    half_sent, go_on = threading.Semaphore(0), threading.Event()
+
+    class Slow(SilentHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content[: len(content) // 2])
+            half_sent.release()
+            go_on.wait(30)
+            with contextlib.suppress(OSError):  # of the one that was killed
+                self.wfile.write(content[len(content) // 2 :])
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    place, mirrors = empty / "shakespeare", (f"http://127.0.0.1:{server.server_port}/",)
+
+    def fetch():
+        return retrieve("it", source, mirrors, place, False, "mend")
+
+    if not (killed := os.fork()):
+        fetch()
+        os._exit(0)
+    half_sent.acquire(timeout=30)
+    os.kill(killed, signal.SIGKILL)
+    os.waitpid(killed, 0)
+    assert [path.name.endswith(".unfinished") for path in place.iterdir()] == [True]
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(fetch) for _ in range(2)]
+        for _ in both:
+            half_sent.acquire(timeout=30)
+        assert not (place / "input.txt").exists()
+        go_on.set()
+        assert {done.result() for done in both} == {place / "input.txt"}
+    server.shutdown()
+    assert (place / "input.txt").read_bytes() == content
+    assert [path.name for path in place.iterdir()] == ["input.txt"]  # what the killed one left is gone
+
+
+def test_a_cache_among_temporary_files_is_this_users_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(folder, "_may_write", lambda place: place.parent == tmp_path)
+    ours = folder.writable_cache()
+    assert ours.parent == tmp_path
+    assert ours == folder.cache_folders()[-1]
+    assert stat.S_IMODE(ours.stat().st_mode) == 0o700
+    ours.chmod(0o777)
+    assert ours not in folder.cache_folders()
+    ours.rmdir()
+    ours.symlink_to(tmp_path)
+    assert ours not in folder.cache_folders()
+
+
 class SilentHandler(http.server.SimpleHTTPRequestHandler):
     def log_message(self, *_):
         pass
 
 
-def test_mnist_images_are_the_flat_ones(mnist_like, monkeypatch):
-    monkeypatch.setattr(mnist, "MNIST_TRAIN", 4)
+def test_mnist_images_are_the_flat_ones(mnist_like):
     flat, images = data.load("mnist"), data.load("mnist-images")
     assert isinstance(images, data.Dataset)
     assert images.shape == (1, 28, 28)

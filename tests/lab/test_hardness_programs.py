@@ -165,11 +165,11 @@ def test_study_refuses_before_it_writes(refuses, tmp_path):
     with refuses(UsageError, "is finished yet"):
         write_report(own)
     (own / "study.json").write_text("[]")
-    with refuses(UsageError, "not the file of a study"):
+    with refuses(UsageError, "study.json holds a list where an object"):
         run_study(SMALL, own, ABOUT)
     assert sorted(file.name for file in tmp_path.rglob("*")) == ["foreign", "notes.txt", "own", "runs.jsonl", "study.json"]
-    (own / "runs.jsonl").write_text('{}\n{"fam\n{}\n')
-    with refuses(UsageError, "runs.jsonl, line 2 is damaged"):
+    (own / "runs.jsonl").write_text('{"fam\n{}\n')
+    with refuses(UsageError, "runs.jsonl, line 1: not JSON"):
         study.read_records(own)
 
 

@@ -1,9 +1,13 @@
 """Folders and archives of pictures: found, decoded once, kept, and refused where they are damaged."""
 
+import hashlib
 import io
 import os
+import struct
 import tarfile
+import tracemalloc
 import zipfile
+import zlib
 
 import numpy as np
 import pytest
@@ -27,6 +31,7 @@ def tiny(empty, monkeypatch):
     """tiny("folder" | "zip" | "tgz", suffix) makes six pictures of three classes in the data folder."""
     monkeypatch.setattr(imagenette, "IMAGES", {"train": 4, "val": 2})
     monkeypatch.setattr(imagenette, "CLASSES", ("red", "green", "blue"))
+    monkeypatch.setattr(imagenette, "ARCHIVES", ())  # whose checksums are of the real ones
 
     def make(layout="folder", extension="JPEG", name="imagenette2-160", sub="."):
         files = {"noisy_imagenette.csv": b"path", "train/n01/._a_1.JPEG": b"left by a Mac", "val/n02/notes.txt": b"hello"}
@@ -139,6 +144,61 @@ def test_an_archive_cut_short_is_refused(layout, tiny, refuses):
     source.write_bytes(source.read_bytes()[:-700])
     with refuses(data.DataError, f"cannot be read .*; delete {source.name} and fetch it again"):
         data.load("imagenette-16")
+
+
+def test_a_flipped_bit_of_an_archive_is_noticed(tiny, empty, refuses):
+    """Wherever it is: in a picture's pixels, in the padding, in gzip's checksum; but for gzip's header, with its date."""
+    source = tiny("tgz", "png")
+    whole = source.read_bytes()
+    for place in range(whole.index(b"\0", 10) + 1, len(whole), 97):
+        source.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
+        with refuses(data.DataError, "delete imagenette2-160.tgz and fetch it again"):
+            data.load("imagenette-16")
+    assert not (empty / "cache").exists() or not any((empty / "cache").iterdir())
+
+
+def test_an_archive_that_was_found_is_held_to_its_checksum(tiny, monkeypatch, refuses):
+    source = tiny("tgz")
+    right = hashlib.md5(source.read_bytes()).hexdigest()
+    monkeypatch.setattr(imagenette, "ARCHIVES", (data.Source("imagenette2-160.tgz", "0" * 32),))
+    with refuses(data.DataError, "its checksum is not the publisher's"):
+        data.load("imagenette-16")
+    monkeypatch.setattr(imagenette, "ARCHIVES", (data.Source("imagenette2-160.tgz", right),))
+    assert len(data.load("imagenette-16").train[0]) == 4
+
+
+@pytest.mark.parametrize("kind", ["zip", "a picture in tgz", "a header in tgz", "pixels"])
+def test_pictures_that_would_fill_the_memory_are_refused(kind, empty, refuses, monkeypatch):
+    """A few kilobytes that say they unpack to gigabytes: noticed before they are, by what memory is taken."""
+    monkeypatch.setattr(imagenette, "ARCHIVES", ())
+    empty.mkdir(parents=True)
+    zeros, path = bytes(2**25 + 1), empty / ("imagenette2-160.zip" if kind in ("zip", "pixels") else "imagenette2-160.tgz")
+    if kind in ("zip", "pixels"):
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            for split in ("train", "val"):
+                archive.writestr(f"{split}/n01/a.png", zeros if kind == "zip" else png_header(60_000, 60_000))
+    else:
+        with tarfile.open(path, "w:gz", compresslevel=1) as archive:
+            for split in ("train", "val"):
+                member = tarfile.TarInfo(f"{split}/n01/a.png")
+                member.size, member.type = len(zeros), tarfile.REGTYPE if "picture" in kind else tarfile.GNUTYPE_LONGNAME
+                archive.addfile(member, io.BytesIO(zeros))
+    del zeros
+    tracemalloc.start()
+    try:
+        with refuses(data.DataError, "a picture has at most|cannot be read|not a readable image"):
+            data.load("imagenette-16")
+        assert tracemalloc.get_traced_memory()[1] < 2**24
+    finally:
+        tracemalloc.stop()
+
+
+def png_header(width: int, height: int) -> bytes:
+    """A PNG that ends where its pixels would begin."""
+    head = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    data = zlib.compress(bytes(1000))
+    chunk = struct.pack(">I", len(data)) + b"IDAT" + data + struct.pack(">I", zlib.crc32(b"IDAT" + data))
+    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + head + struct.pack(">I", zlib.crc32(head)) + chunk
 
 
 def test_an_imagenette_with_images_missing_is_refused(tiny, refuses):

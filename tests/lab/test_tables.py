@@ -2,13 +2,17 @@
 
 import json
 import math
-import queue
+import multiprocessing
+import os
 import shutil
+import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
-import torch
 
+from gft import files
 from gft.errors import UsageError
 from gft.lab import recipes, report, tables, train
 
@@ -101,13 +105,27 @@ def test_a_table_of_losses_says_that_lower_is_better(tmp_path):
 def test_a_run_that_stops_leaves_the_others_their_results(tmp_path, jobs, refuses):
     settings = [*SETTINGS, "norm=none", "dense.lr=1e30"]
     folders = {table: tmp_path / table for table in ("mnist-dnn", "mnist-vit", "depth")}
-    with refuses(train.TrainingError, "1 of 2 runs stopped and the others are done; the first is mnist-dnn-fp seed 0"):
+    if jobs == 2:  # and one that is killed, here before it has begun
+        settings = SETTINGS
+        threading.Thread(target=kill_worker, args=("mnist-dnn-fp seed 0",), daemon=True).start()
+    why = "was killed by SIGKILL" if jobs == 2 else "the loss became"
+    stopped = f"1 of 2 runs stopped and the others are done; the first is mnist-dnn-fp seed 0: .*{why}"
+    with refuses(train.TrainingError, stopped):
         tables.reproduce(folders, seeds=1, rows=["dnn-fp", "depth-3"], settings=settings, device="cpu", jobs=jobs)
     (row,) = json.loads((tmp_path / "depth" / "table.json").read_text())["rows"]
     assert (row["recipe"], row["n"]) == ("mnist-dnn-depth-3", 1)
     assert "gft reproduce depth --seeds 1" in (tmp_path / "depth" / "table.md").read_text()
     assert not (tmp_path / "mnist-dnn" / "table.json").exists()
     assert not (tmp_path / "mnist-vit").exists()  # none of its rows was asked for
+    if jobs == 2:  # the same command goes on
+        written = tables.reproduce(folders, seeds=1, rows=["dnn-fp", "depth-3"], settings=settings, device="cpu")
+        assert [row["n"] for rows in written.values() for row in rows] == [1, 1]
+
+
+def kill_worker(name: str) -> None:
+    while not (found := [worker for worker in multiprocessing.active_children() if worker.name == name]):
+        time.sleep(0.01)
+    os.kill(found[0].pid, signal.SIGKILL)
 
 
 def test_rows_that_no_table_has_are_refused(tmp_path, refuses):
@@ -116,19 +134,37 @@ def test_rows_that_no_table_has_are_refused(tmp_path, refuses):
     assert not any(tmp_path.iterdir())
 
 
-def test_a_run_whose_table_was_killed_stops(tmp_path, monkeypatch):
-    """Or the table, started again, would find it at work in its folder."""
-    class Killed:
-        def is_alive(self) -> bool:
-            return False
+def test_the_runs_of_a_killed_table_save_and_stop(tmp_path, monkeypatch):
+    """Or the table, started again, would find them at work in their folders."""
+    monkeypatch.setattr(tables, "START", "fork")  # as spawn, without the seconds that imports take
+    asked = {"seeds": 2, "rows": ["depth-3"], "settings": ["width=16", "data=digits", "steps=100000"], "device": "cpu"}
+    runs = [tmp_path / "mnist-dnn-depth-3" / f"seed-{seed}" for seed in range(2)]
+    if not (table := os.fork()):
+        tables.reproduce({"depth": tmp_path}, jobs=2, **asked)
+        os._exit(0)
+    wait_until(lambda: all((run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size for run in runs))
+    with pytest.raises(UsageError, match=f"is being written by process {table}; wait"):
+        tables.reproduce({"depth": tmp_path}, **asked)
+    os.kill(table, signal.SIGKILL)
+    os.waitpid(table, 0)
+    wait_until(lambda: all((run / "checkpoint" / "state.safetensors").exists() for run in runs))
+    for run in runs:
+        wait_until(lambda run=run: is_free(run))
 
-    events: queue.Queue = queue.Queue()
-    recipe = recipes.find("digits-quantized-2bit").changed(["width=16", "steps=60"])
-    monkeypatch.setattr(tables.multiprocessing, "parent_process", Killed)
-    threads = torch.get_num_threads()
-    tables._work((recipe, 0, tmp_path / "run"), "cpu", events, threads)
-    assert events.empty()
-    assert not (tmp_path / "run" / "result.json").exists()
+
+def is_free(folder: Path) -> bool:
+    try:
+        files.FolderLock(folder, "").release()
+        return True
+    except files.FolderInUse:
+        return False
+
+
+def wait_until(holds, seconds: float = 30) -> None:
+    start = time.monotonic()
+    while not holds():
+        assert time.monotonic() - start < seconds
+        time.sleep(0.02)
 
 
 # ---------------------------------------------------------------------------------------------------- older results

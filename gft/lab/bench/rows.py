@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from gft.files import make_folder
+from gft.files import make_folder, sentence_for
 from gft.lab.baselines import tensors_in
 from gft.lab.provenance import commit, device_name
 
@@ -122,7 +122,7 @@ def append(rows: Sequence[Row], file: Path, device: torch.device) -> None:
              "date": time.strftime("%Y-%m-%d")}
     make_folder(file.parent)
     is_new = not file.exists()
-    with open(file, "a", newline="") as out:
+    with sentence_for(file), open(file, "a", newline="") as out:
         writer = csv.DictWriter(out, [field.name for field in fields(Row)] + list(about))
         if is_new:
             writer.writeheader()

@@ -2,12 +2,13 @@
 
 Everything is looked for under $GFT_DATA, or the user's cache folder if that is not set. What we compute from it (decoded
 images) goes beside it if we may write there, else into the user's cache folder, else into the system's folder for
-temporary files.
+temporary files, into one that is this user's alone.
 """
 
 import http.client
 import os
 import re
+import stat
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -16,6 +17,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from gft.errors import UsageError
+from gft.files import written_atomically
 
 
 class DataError(UsageError):
@@ -44,8 +46,19 @@ def _user_cache() -> Path:
 
 def cache_folders() -> list[Path]:
     """Where computed files may lie, best place first."""
-    places = (data_folder() / "cache", _user_cache() / "cache", Path(tempfile.gettempdir()) / "gft-cache")
-    return list(dict.fromkeys(places))
+    places = (data_folder() / "cache", _user_cache() / "cache", _own_temporary())
+    return [place for place in dict.fromkeys(places) if place is not None]
+
+
+def _own_temporary() -> Path | None:
+    """A folder of this user's alone among the temporary files, where anyone may write: one that another has put there, or
+    can write to, is not used."""
+    folder = Path(tempfile.gettempdir()) / f"gft-cache-{os.getuid() if hasattr(os, 'getuid') else 'user'}"
+    if not os.path.lexists(folder):
+        return folder
+    status = folder.lstat()
+    ours = not hasattr(os, "getuid") or (status.st_uid == os.getuid() and not status.st_mode & 0o022)
+    return folder if ours and stat.S_ISDIR(status.st_mode) else None
 
 
 def writable_cache() -> Path:
@@ -53,10 +66,11 @@ def writable_cache() -> Path:
     for folder in cache_folders():
         if _may_write(folder):
             try:
-                folder.mkdir(parents=True, exist_ok=True)
+                folder.mkdir(0o700 if folder == _own_temporary() else 0o777, parents=True, exist_ok=True)
             except OSError:
                 continue
-            return folder
+            if folder in cache_folders():  # still: another may have been quicker
+                return folder
     raise DataError(f"none of {', '.join(map(str, cache_folders()))} can be written; set GFT_DATA to a folder of yours")
 
 
@@ -76,8 +90,23 @@ def content_of(path: Path) -> bytes:
                         ) from error
 
 
+def check_md5(path: Path, md5: str | None) -> None:
+    """Refuse a file that is not the one its publisher has; a folder, or a file of which nothing is known, passes."""
+    import pooch
+
+    if md5 is not None and path.is_file():
+        try:
+            found = pooch.file_hash(str(path), alg="md5")
+        except OSError as error:
+            raise DataError(f"{path} cannot be read ({error.strerror}); allow reading it, or set GFT_DATA to another folder"
+                            ) from error
+        if found != md5:
+            raise DataError(f"{path} is damaged (its checksum is not the publisher's); delete it and fetch it again")
+
+
 def retrieve(what: str, file: Source, mirrors: Iterable[str], folder: Path, progress: bool, mend: str) -> Path:
-    """Download `file` into `folder` from the first mirror that has it whole; `mend` ends the error if none does."""
+    """Download `file` into `folder` from the first mirror that has it whole; `mend` ends the error if none does. Until its
+    checksum is known to be right it lies aside: a download that is killed leaves no bad file, and two at once are fine."""
     import pooch
 
     if not _may_write(folder):
@@ -86,7 +115,11 @@ def retrieve(what: str, file: Source, mirrors: Iterable[str], folder: Path, prog
     why, bar = "", progress and sys.stderr.isatty()
     for mirror in mirrors:
         try:
-            return Path(pooch.retrieve(mirror + file.name, f"md5:{file.md5}", file.name, folder, progressbar=bar))
+            with written_atomically(folder / file.name) as unfinished:
+                pooch.retrieve(mirror + file.name, f"md5:{file.md5}", unfinished.name, unfinished.parent, progressbar=bar)
+            return folder / file.name
+        except UsageError:  # of the disk
+            raise
         except OSError as error:  # the network's errors are of this kind; the next mirror may be up
             why = f"{type(error).__name__}: is there a network?"
         except ValueError as error:  # pooch's own: a wrong checksum

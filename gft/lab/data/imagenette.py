@@ -13,8 +13,11 @@ from gft.lab.data.dataset import Dataset
 from gft.lab.data.folder import DataError, Source, data_folder, retrieve
 from gft.lab.data.pictures import load_pictures
 
-# The checksum is the one that torchvision.datasets.Imagenette lists.
-IMAGENETTE = Source("imagenette2-160.tgz", "e793b78cc4c9e9a4ccc0c1155377a412")
+# The checksums are those that torchvision.datasets.Imagenette lists.
+ARCHIVES = (Source("imagenette2-160.tgz", "e793b78cc4c9e9a4ccc0c1155377a412"),
+            Source("imagenette2-320.tgz", "3df6f0d01a2c9592104656642f5e78a3"),
+            Source("imagenette2.tgz", "fe2fc210e6bb7c5664d602c3cd71e612"))
+IMAGENETTE = ARCHIVES[0]
 IMAGENETTE_MIRRORS = ("https://s3.amazonaws.com/fast-ai-imageclas/",)
 IMAGES = {"train": 9_469, "val": 3_925}
 CLASSES = ("tench", "English springer", "cassette player", "chain saw", "church", "French horn", "garbage truck", "gas pump",
@@ -50,7 +53,9 @@ def load_imagenette(size: int = SIZE) -> Dataset:
     if not 8 <= size <= 1024:
         raise DataError(f"imagenette-{size}: give a size from 8 to 1024 pixels")
     source = fetch_imagenette(size=size)
-    splits = load_pictures(source, size)
+    known = {archive.name.removesuffix(".tgz"): archive.md5 for archive in ARCHIVES}
+    packed = re.fullmatch(r"(.*)(\.tgz|\.tar\.gz)", source.name)
+    splits = load_pictures(source, size, known.get(packed[1]) if packed else None)
     classes = int(splits["train"][1].max()) + 1
     for split, number in IMAGES.items():  # unpacking that was interrupted would go unseen otherwise
         if len(splits[split][0]) != number or classes != len(CLASSES):

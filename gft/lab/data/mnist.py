@@ -1,6 +1,7 @@
 """MNIST, flat or as images. A folder torchvision made (MNIST/raw/…, unpacked or not) is used as it is."""
 
 import gzip
+import math
 from pathlib import Path
 
 import numpy as np
@@ -51,20 +52,35 @@ def _read_idx(path: Path, md5: str) -> np.ndarray:
 
     if path.suffix == ".gz" and pooch.file_hash(str(path), alg="md5") != md5:
         raise DataError(f"{path} is damaged (its checksum is not MNIST's); delete it and run: gft data fetch mnist")
-    raw = gzip.decompress(content_of(path)) if path.suffix == ".gz" else content_of(path)
-    if len(raw) < 4 or raw[2] != 8:
+    return parse_idx(gzip.decompress(content_of(path)) if path.suffix == ".gz" else content_of(path), path)
+
+
+def parse_idx(raw: bytes, path: Path) -> np.ndarray:
+    """idx: two zeros, the type (8: bytes), the number of dimensions, each size as four bytes, the values."""
+    if len(raw) < 4 or raw[:3] != b"\0\0\x08":
         raise DataError(f"{path} is not an idx file of bytes; delete it and run: gft data fetch mnist")
-    shape = np.frombuffer(raw, ">i4", raw[3], 4)
-    values = np.frombuffer(raw, np.uint8, offset=4 + 4 * raw[3])
-    if values.size != shape.prod():
-        raise DataError(f"{path} is cut short; delete it and run: gft data fetch mnist")
-    return values.reshape(shape)
+    start = 4 + 4 * raw[3]
+    shape = [int.from_bytes(raw[place : place + 4], "big") for place in range(4, start, 4)]  # exact: no product overflows
+    if not 1 <= len(shape) <= 3 or len(raw) - start != math.prod(shape):
+        raise DataError(f"{path} is cut short or damaged (it says {len(shape)} dimensions, and has {len(raw)} bytes); "
+                        "delete it and run: gft data fetch mnist")
+    return np.frombuffer(raw, np.uint8, offset=start).reshape(shape)
 
 
 def _arrays() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Training images (60,000, 28, 28) uint8, their labels, the test's."""
     files = fetch_mnist()
     x, y, test_x, test_y = (torch.from_numpy(_read_idx(files[file.name], file.md5).copy()) for file in MNIST_FILES)
+    for images, labels, least, file in ((x, y, MNIST_TRAIN + 1, MNIST_FILES[0]), (test_x, test_y, 1, MNIST_FILES[2])):
+        mend = "delete it and its labels and run: gft data fetch mnist"
+        of_one = images.shape[1:]
+        if images.dim() != 3 or of_one != x.shape[1:] or not of_one.numel() or labels.shape != (len(images),):
+            raise DataError(f"{files[file.name]} has images of {tuple(images.shape)} and labels of {tuple(labels.shape)}; "
+                            f"{mend}")
+        if len(images) < least:
+            raise DataError(f"{files[file.name]} has {len(images)} images and at least {least} are needed; {mend}")
+        if int(labels.max()) > 9:
+            raise DataError(f"{files[file.name]} has an image labelled {int(labels.max())}, and digits end at 9; {mend}")
     return x, y.long(), test_x, test_y.long()
 
 

@@ -8,21 +8,24 @@ memory, not read, so that opening it takes no time. Its name carries what it was
 name does, and what the old one held is deleted.
 """
 
+import gzip
 import hashlib
 import io
 import os
 import re
 import shutil
+import struct
 import sys
 import tarfile
 import time
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from itertools import islice
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,22 +33,31 @@ from torch import Tensor
 
 from gft.errors import install_hint
 from gft.files import written_atomically
-from gft.lab.data.folder import DataError, cache_folders, content_of, writable_cache
+from gft.lab.data.folder import DataError, cache_folders, check_md5, content_of, writable_cache
+from gft.lab.plain import brief, printable
 
 # A name that begins with a dot is no picture but what some systems leave beside one.
 PICTURE = re.compile(r"(?:^|/)(?P<split>train|val)/n\d+/[^/.][^/]*\.(?i:jpe?g|png|webp)$")
 SECONDS_BETWEEN_REPORTS = 10.0
+# Whatever an archive or a picture says of itself, no more than this is unpacked of it. The largest picture of Imagenette has
+# 13 million pixels and less than 10 MB.
+MOST_BYTES = 2**25  # of one packed picture
+MOST_PIXELS = 2**25  # of one decoded: 100 MB
+MOST_WAITING = 2**26  # bytes of packed pictures that wait to be decoded
+RATIO = 1032  # to 1 is the most that deflate, zip's and gzip's compression, can do
 Splits = dict[str, tuple[Tensor, Tensor]]  # "train" and "val" -> images (n, 3, size, size) uint8, labels (n,) int64
 
 
-def load_pictures(source: Path, size: int) -> Splits:
-    """The pictures of `source` squeezed to size x size, from the cache if they are there."""
+def load_pictures(source: Path, size: int, md5: str | None = None) -> Splits:
+    """The pictures of `source` squeezed to size x size, from the cache if they are there. md5: the publisher's checksum of
+    an archive, if it is known."""
     any_state, this_state = _stems(source, size)
     files = {split: f"{this_state}-{split}.npy" for split in ("train", "val")}
     kept = (folder for folder in cache_folders() if all((folder / file).exists() for file in files.values()))
     folder = next(kept, None)
     if folder is None:
         folder = writable_cache()
+        check_md5(source, md5)
         _make(source, size, {split: folder / file for split, file in files.items()})
         for old in folder.glob(f"{any_state}-*.npy"):
             if old.name not in files.values():
@@ -58,7 +70,7 @@ def picture_names(source: Path) -> dict[str, list[str]]:
     if source.is_dir():
         names = [path.relative_to(source).as_posix() for path in source.glob("*/*/*")]
     else:
-        names = [name for name, _ in _archive(source, contents=False)]
+        names = [name for name, _ in _archive(source)]
     found: dict[str, list[str]] = {"train": [], "val": []}
     for name in sorted(set(names)):
         if match := PICTURE.search(name):
@@ -74,6 +86,8 @@ def decode(content: bytes, size: int) -> np.ndarray:
     from PIL import Image
 
     with Image.open(io.BytesIO(content)) as image:
+        if image.width * image.height > MOST_PIXELS:  # known before a pixel is decoded
+            raise ValueError(f"{image.width}×{image.height} pixels")
         small = image.convert("RGB").resize((size, size), Image.Resampling.BICUBIC)
     return np.asarray(small).transpose(2, 0, 1)
 
@@ -95,8 +109,14 @@ def _stems(source: Path, size: int) -> tuple[str, str]:
 
 def _open(path: Path, size: int) -> tuple[Tensor, Tensor]:
     # "c": written pages would be copies, so torch has the writable array it wants and the file stays as it is.
-    flat = torch.from_numpy(np.load(path, mmap_mode="c"))
-    n = len(flat) // (3 * size * size + 1)
+    try:
+        flat = np.load(path, mmap_mode="c")
+    except (ValueError, OSError, EOFError, SyntaxError, RecursionError) as error:
+        raise DataError(f"{path} is damaged ({type(error).__name__}); delete it, and it is made anew") from error
+    n, rest = divmod(flat.size, 3 * size * size + 1)
+    if flat.ndim != 1 or flat.dtype != np.uint8 or rest or not n:
+        raise DataError(f"{path} does not hold images of {size}×{size}; delete it, and it is made anew")
+    flat = torch.from_numpy(flat)
     return flat[:-n].view(n, 3, size, size), flat[-n:].long()
 
 
@@ -110,8 +130,8 @@ def _make(source: Path, size: int, files: dict[str, Path]) -> None:
     if shutil.disk_usage(folder).free < needed * 1.05:  # writing to a map on a full disk would kill the process, not raise
         raise DataError(f"{folder} has no room for {needed / 1e9:.1f} GB of decoded images; free some, or set GFT_DATA to a "
                         "folder on another disk")
-    print(f"Decoding {total:,} images of {source} to {size}×{size}, once; kept in {folder} ({needed / 1e9:.2f} GB)",
-          file=sys.stderr)
+    said = f"Decoding {total:,} images of {source} to {size}×{size}, once; kept in {folder} ({needed / 1e9:.2f} GB)"
+    print(printable(said, lines=False), file=sys.stderr)
     with ExitStack() as both:
         rows: dict[str, np.ndarray] = {}
         for split, some in names.items():
@@ -146,13 +166,13 @@ def _decode_all(source: Path, rows: dict[str, np.ndarray], size: int) -> None:
         except ModuleNotFoundError:
             raise DataError(f"images need Pillow; install it with: {install_hint('lab')}") from None
         except Exception as error:  # Pillow raises of many kinds, by format
-            raise DataError(f"{source / name} is not a readable image ({type(error).__name__}); unpack or fetch "
+            raise DataError(f"{_inside(source, name)} is not a readable image ({type(error).__name__}); unpack or fetch "
                             "the set again") from error
 
     pictures = _read(source, rows)
     done, reported = 0, time.monotonic()
     with ThreadPoolExecutor(workers) as pool:
-        while some := list(islice(pictures, 16 * workers)):  # no more than this wait in memory
+        while some := _some(pictures, 16 * workers):
             done += len(list(pool.map(fill, some)))
             if time.monotonic() - reported > SECONDS_BETWEEN_REPORTS:
                 reported = time.monotonic()
@@ -160,26 +180,100 @@ def _decode_all(source: Path, rows: dict[str, np.ndarray], size: int) -> None:
     assert done >= len(rows)  # more, if an archive holds a name twice
 
 
+def _some(pictures: Iterator[tuple[str, bytes]], most: int) -> list[tuple[str, bytes]]:
+    """The next few: no more than this wait in memory."""
+    some: list[tuple[str, bytes]] = []
+    while len(some) < most and sum(len(content) for _, content in some) < MOST_WAITING:
+        item = next(pictures, None)
+        if item is None:
+            break
+        some.append(item)
+    return some
+
+
 def _read(source: Path, wanted: dict[str, np.ndarray]) -> Iterator[tuple[str, bytes]]:
     if source.is_dir():
-        yield from ((name, content_of(source / name)) for name in wanted)
+        yield from ((name, _content_of(source / name)) for name in wanted)
     else:
-        yield from (item for item in _archive(source) if item[0] in wanted)
+        yield from (item for item in _archive(source, wanted) if item[0] in wanted)
 
 
-def _archive(source: Path, contents: bool = True) -> Iterator[tuple[str, bytes]]:
-    """(name, content) of each file in a .zip or .tgz, in the archive's order: a .tgz can only be read from end to end."""
+def _content_of(path: Path) -> bytes:
+    _refuse_large(str(path), path.stat().st_size if path.exists() else 0)
+    return content_of(path)
+
+
+def _inside(source: Path, name: str) -> str:
+    """A file of an archive for a message: its name may be long, and hold line breaks."""
+    name = printable(name, lines=False)
+    return f"{source}/{name if len(name) <= 100 else f'...{name[-97:]}'}" if name else str(source)
+
+
+def _refuse_large(name: str, size: int) -> None:
+    if size > MOST_BYTES:
+        raise DataError(f"{name} would take {size:,} bytes, and a picture has at most {MOST_BYTES:,}; unpack or fetch "
+                        "the set again")
+
+
+# ---------------------------------------------------------------------------------------------------- archives
+
+
+def _archive(source: Path, wanted: Container[str] = ()) -> Iterator[tuple[str, bytes]]:
+    """(name, content) of each file in a .zip or .tgz, in the archive's order: a .tgz can only be read from end to end. The
+    content is that of `wanted` files; others are empty."""
     name = ""
     try:
-        if source.suffix == ".zip":
-            with zipfile.ZipFile(source) as archive:
-                for name in archive.namelist():
-                    yield name, archive.read(name) if contents else b""
-        else:
-            with tarfile.open(source, "r:*") as archive:
-                for member in archive:
-                    name = member.name
-                    file = archive.extractfile(member) if contents and member.isfile() else None
-                    yield name, file.read() if file else b""
-    except (zipfile.BadZipFile, tarfile.TarError, zlib.error, EOFError, OSError) as error:
-        raise DataError(f"{source / name} cannot be read ({error}); delete {source.name} and fetch it again") from error
+        for name, size, read in _zip(source) if source.suffix == ".zip" else _tgz(source):
+            if name in wanted:
+                _refuse_large(_inside(source, name), size)
+            yield name, read() if name in wanted else b""
+    except (zipfile.BadZipFile, tarfile.TarError, zlib.error, EOFError, OSError, RuntimeError, ValueError, OverflowError,
+            IndexError, KeyError, struct.error) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{_inside(source, name)} cannot be read ({brief(error)}); delete {source.name} and fetch it again"
+                        ) from error
+
+
+Members = Iterator[tuple[str, int, Callable[[], bytes]]]  # of an archive: name, size, and what reads it
+
+
+def _zip(source: Path) -> Members:
+    with zipfile.ZipFile(source) as archive:
+        members, held = archive.infolist(), source.stat().st_size
+        # Both are believed when memory is taken: what it is to become, and what of it is to be read at once.
+        if sum(member.file_size for member in members) > RATIO * held or any(one.compress_size > held for one in members):
+            raise zipfile.BadZipFile("it says it would unpack to more than it can hold")
+        for member in members:
+            if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                raise zipfile.BadZipFile("it is packed in an unusual way")
+            yield member.filename, member.file_size, partial(archive.read, member)
+
+
+def _tgz(source: Path) -> Members:
+    with gzip.open(source) as unpacked:
+        with tarfile.open(fileobj=_InSmallPieces(unpacked), mode="r:") as archive:
+            for member in archive:
+                file = archive.extractfile(member) if member.isreg() else None
+                yield member.name, member.size if file else 0, file.read if file else bytes
+        # tar ends before gzip does; only at the very end does gzip compare its checksum.
+        while unpacked.read(2**20):
+            pass
+
+
+class _InSmallPieces(io.RawIOBase):
+    """A stream that refuses to be read in one large piece: tarfile believes a header that says how long another one is."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def read(self, size: int = -1) -> bytes:
+        if not 0 <= size <= MOST_BYTES:
+            raise tarfile.ReadError(f"a header says it has {size:,} bytes")
+        return self._stream.read(size)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return self._stream.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._stream.tell()

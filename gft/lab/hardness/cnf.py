@@ -22,6 +22,7 @@ from gft.errors import UsageError
 from gft.files import write_text
 
 INTEGER = re.compile(r"-?[0-9]{1,18}", re.ASCII)  # int() would also take 1_000, +3 and digits of other scripts
+MOST_VARIABLES = 2**20  # that a header may announce, or as many as the text has characters: answers list them all
 HARDEST_RATIO = 4.26  # clauses a variable at which random 3-CNF turns from satisfiable to unsatisfiable
 
 
@@ -77,7 +78,8 @@ class Formula:
 
 
 def is_tautology(clause: Sequence[int]) -> bool:
-    return any(-literal in clause for literal in clause)
+    literals = set(clause)  # a clause of a file may have a million
+    return any(-literal in literals for literal in clause)
 
 
 def every_assignment(variables: int) -> np.ndarray:
@@ -115,6 +117,9 @@ def parse_dimacs(text: str, name: str = "the text") -> Formula:
             if header is not None:
                 raise refuse(line_number, "a second 'p' line; a file holds one formula")
             header = read_header(words, line_number, refuse)
+            if header[0] > max(MOST_VARIABLES, len(text)):
+                raise refuse(line_number, f"the header announces {header[0]} variables, more than {MOST_VARIABLES} and than "
+                                          "the text has characters; number those that occur from 1 on")
             continue
         if header is None:
             raise refuse(line_number, f"found {shown(words[0])} before the header; begin with 'p cnf VARIABLES CLAUSES'")

@@ -17,8 +17,11 @@ the largest level `high`, the next `low` and the one `below` as constants, and t
 In all constructions the first columns stand for the variables, and a variable is true where its weight is the largest level.
 """
 
-import pickle
+import math
+import struct
+import tokenize
 import zipfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +36,8 @@ from gft.lab.hardness.cnf import Formula
 SIGNS = (-1, 1)
 FORMAT = "gft separability 1"
 MOST_ENTRIES = 2**28  # of a dense x; at one byte an entry 256 MiB
+DEFLATE = 1032  # to 1 is the most that zip's compression can do; a file that promises more lies
+ARRAYS = {"x": 2, "y": 1, "levels": 1, "variables": 0, "format": 0}  # of a file, with their dimensions
 
 
 def levels_up_to(largest: int | None) -> tuple[int, ...]:
@@ -228,9 +233,11 @@ def units_of(problem: Separability) -> Units | None:
     extra, largest = problem.columns - problem.variables, problem.levels[-1]
     if problem.levels == SIGNS and extra == 1:
         return None
-    if largest >= 1 and problem.levels == levels_up_to(largest) and extra == largest.bit_length():
+    # By length first: a file can name a largest level whose grid would fill the memory.
+    is_grid = largest >= 1 and len(problem.levels) == 2 * largest + 1 and problem.levels == levels_up_to(largest)
+    if is_grid and extra == largest.bit_length():
         return doubling_units(largest)
-    if extra == len(problem.levels):
+    if extra == len(problem.levels) <= problem.points + 1:  # as many points as links of the chain, at least
         return chained_units(problem.levels)
     raise UsageError(NOT_REDUCED)
 
@@ -246,15 +253,39 @@ def save_problem(problem: Separability, path: Path | str) -> None:
 
 
 def load_problem(path: Path | str) -> Separability:
+    """Read what `save_problem` wrote. Sizes are held to the file's own before memory is taken: see `_array`."""
     path = Path(path)
     if not path.is_file():
         raise UsageError(f"there is no file {path}; make it with: gft hardness reduce FILE.cnf -o {path}")
-    not_ours = f"{path} is not a separability data set; make one with: gft hardness reduce FILE.cnf -o DATA.npz"
     try:
-        with np.load(path, allow_pickle=False) as stored:  # a lone .npy array is no context manager: AttributeError
-            if str(stored["format"]) != FORMAT:
-                raise UsageError(not_ours)
-            return Separability(stored["x"], stored["y"], tuple(stored["levels"].tolist()), int(stored["variables"]))
-    except (KeyError, EOFError, OSError, AttributeError, TypeError, ValueError, IndexError, zipfile.BadZipFile,
-            pickle.UnpicklingError) as error:
-        raise UsageError(not_ours) from error
+        with zipfile.ZipFile(path) as archive:
+            arrays = {name: _array(archive, name, dimensions, path.stat().st_size) for name, dimensions in ARRAYS.items()}
+        if str(arrays["format"]) != FORMAT:
+            raise ValueError("of another format")
+        if not all(np.issubdtype(arrays[name].dtype, np.integer) for name in ("x", "y", "levels", "variables")):
+            raise ValueError("not of integers")
+        return Separability(arrays["x"], arrays["y"], tuple(arrays["levels"].tolist()), int(arrays["variables"]))
+    except (KeyError, EOFError, OSError, ValueError, TypeError, IndexError, OverflowError, RecursionError, SyntaxError,
+            RuntimeError, zipfile.BadZipFile, zlib.error, struct.error, tokenize.TokenError) as error:
+        raise UsageError(f"{path} is not a separability data set; make one with: gft hardness reduce FILE.cnf -o DATA.npz"
+                         ) from error
+
+
+def _array(archive: zipfile.ZipFile, name: str, dimensions: int, size: int) -> np.ndarray:
+    """An array of an .npz file, whose directory and whose header may each promise more than there is: neither is believed
+    before it is held to the size of the file."""
+    entry = archive.getinfo(f"{name}.npy")
+    if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or (
+            entry.file_size > DEFLATE * size or entry.compress_size > size):
+        raise ValueError("packed as no file of ours is")
+    with archive.open(entry) as file:
+        if np.lib.format.read_magic(file) != (1, 0):
+            raise ValueError("of another version")
+        shape, by_column, dtype = np.lib.format.read_array_header_1_0(file, max_header_size=1000)
+        count = math.prod(shape)
+        if dtype.hasobject or len(shape) != dimensions or count > MOST_ENTRIES or count * dtype.itemsize > entry.file_size:
+            raise ValueError("of no such shape")
+        content = file.read()  # to its end, where its checksum is compared
+    if len(content) != count * dtype.itemsize:
+        raise ValueError("of another length")
+    return np.frombuffer(content, dtype).reshape(shape, order="F" if by_column else "C")

@@ -55,8 +55,9 @@ def solve_formula(formula: Formula) -> Answer:
     with solvers.Solver(name="cadical195", bootstrap_with=formula.clauses) as solver:
         if not solver.solve():
             return Answer(None, True, time.process_time() - start)
-        true = {literal for literal in solver.get_model() if literal > 0}  # says nothing of variables in no clause
-    assignment = np.array([variable in true for variable in range(1, formula.variables + 1)], dtype=bool)
+        true = [literal - 1 for literal in solver.get_model() if literal > 0]  # says nothing of variables in no clause
+    assignment = np.zeros(formula.variables, dtype=bool)
+    assignment[true] = True
     assert formula.holds(assignment), "CaDiCaL's assignment does not satisfy the formula"
     return Answer(assignment, True, time.process_time() - start)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from gft.errors import UsageError
-from gft.files import write_text
+from gft.files import FolderLock, sentence_for, write_text
 from gft.lab import markdown as tables
 from gft.lab.hardness.cnf import HARDEST_RATIO, Formula, random_assignment, random_formula
 from gft.lab.hardness.heuristics import HEURISTICS
@@ -24,7 +24,7 @@ from gft.lab.hardness.plot import plot_study
 from gft.lab.hardness.reduction import Separability, levels_up_to, reduce_formula, weight_set
 from gft.lab.hardness.solvers import Answer, solve_formula, solve_separability
 from gft.lab.provenance import commit, described, versions
-from gft.lab.records import read_json, write_json, write_lines
+from gft.lab.records import checked, read_json_lines, read_object, write_json, write_lines
 
 SOLVERS: dict[str, Callable[[Separability, float, int], Answer]] = {"cp-sat": solve_separability, **HEURISTICS}
 KINDS = ("random", "planted")
@@ -137,9 +137,10 @@ def run_study(settings: Settings, out: Path, about: Mapping[str, str]) -> Iterat
 
 def run_missing(settings: Settings, out: Path, done: Mapping[Key, Record]) -> Iterator[Record]:
     threads = torch.get_num_threads()
+    lock = FolderLock(out, "wait for it to end, or give another --out")
     torch.set_num_threads(1)
     try:
-        with (out / "runs.jsonl").open("a") as kept:
+        with sentence_for(out / "runs.jsonl"), (out / "runs.jsonl").open("a") as kept:
             for family, size, instance in settings.problems():
                 keys: list[Key] = [(family.name, size, instance, name) for name in settings.solvers]
                 yield from (done[key] for key in keys if key in done)
@@ -157,6 +158,7 @@ def run_missing(settings: Settings, out: Path, done: Mapping[Key, Record]) -> It
                     yield record
     finally:
         torch.set_num_threads(threads)
+        lock.release()
 
 
 def warm_up(settings: Settings) -> None:
@@ -190,23 +192,20 @@ def open_folder(settings: Settings, out: Path, about: Mapping[str, str]) -> dict
 
 
 def read_study(out: Path) -> dict[str, Any]:
-    kept = read_json(out / "study.json")
-    if not isinstance(kept, dict) or not {"fixed", "runs"} <= kept.keys():
-        raise UsageError(f"{out / 'study.json'} is not the file of a study; give another folder")
+    kept = read_object(out / "study.json", {"fixed": "object", "runs": "list"})
+    kinds = {"seconds": "number", "seed": "integer", "largest": "integer if any"}
+    checked(kept["fixed"], f"{out / 'study.json'}, fixed", kinds)
+    for about in kept["runs"]:
+        checked(about, f"{out / 'study.json'}, runs", {})
     return kept
 
 
 def read_records(out: Path) -> list[Record]:
     file = out / "runs.jsonl"
-    records = []
-    lines = file.read_text().splitlines() if file.exists() else []
-    for number, line in enumerate(lines, 1):
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            if number < len(lines):
-                raise UsageError(f"{file}, line {number} is damaged; restore the file or give another folder") from None
-    return records
+    kinds = {"family": "text", "size": "integer", "instance": "integer", "solver": "text", "solved": "truth",
+             "seconds": "number"}
+    lines = read_json_lines(file, cut_last=True) if file.exists() else ()
+    return [checked(record, f"{file}, line {number}", kinds) for number, record in enumerate(lines, 1)]
 
 
 # ---------------------------------------------------------------------------------------------------- report
@@ -218,7 +217,7 @@ def summary(records: Sequence[Record], seconds: float) -> list[dict[str, Any]]:
     for record in records:
         groups.setdefault((record["family"], record["size"], record["solver"]), []).append(record)
     return [{"family": family, "size": size, "solver": solver, "n": len(group),
-             "solved": sum(record["solved"] for record in group),
+             "solved": sum(bool(record["solved"]) for record in group),
              "median_seconds": statistics.median(record["seconds"] if record["solved"] else max(seconds, record["seconds"])
                                                  for record in group)}
             for (family, size, solver), group in sorted(groups.items())]
