@@ -13,8 +13,8 @@ def tune(rows: Annotated[list[str], typer.Option(help="Of wiki-ladder, as adamw 
          list(tuning.TUNED),  # noqa: B006
          sizes: Annotated[list[str], typer.Option(help=" | ".join(SIZES) + "; repeatable.")] = list(tuning.AT),  # noqa: B006
          tries: Annotated[list[str], typer.Option("--try", metavar="KEY=VALUE,VALUE", help="An axis of the grid, as "
-                          "lr=1e-3,2e-3 (the row's own lr); repeatable. If none is given, five rates, for floats each with "
-                          "two weight decays.")] = [],  # noqa: B006
+                          "lr=1e-3,2e-3 (the row's own lr) or blocks=1,0.25 (the blocks' share of it); repeatable. "
+                          "If none is given, four or five rates, for floats with two shares and two weight decays.")] = [],  # noqa: B006
          out: Annotated[Path, typer.Option(help="As of gft reproduce.")] = Path("runs/reproduce"),
          jobs: Annotated[int, typer.Option(min=1, help="Runs in parallel, each in a process.")] = 1,
          device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",

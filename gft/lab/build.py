@@ -1,6 +1,6 @@
 """The parts of a run: the recipe's network with its layers on the grid, its optimizers, its schedule."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -111,22 +111,26 @@ def build_optimizer(recipe: Recipe, model: nn.Module, seed: int) -> gft.Hybrid:
         parts.append(baselines.make_optimizer(baselines.Method(integers.method, integers.lr, dense.beta2, dense.weight_decay,
                                                                integers.bop_threshold, seed), model))
     rest = baselines.dense(model)
+    matrices = {id(weight): weight for name, weight in model.named_parameters()
+                if name.startswith("blocks.") and weight.dim() == 2}
     if dense.optimizer == "muon":
-        matrices = [weight for name, weight in model.named_parameters() if name.startswith("blocks.") and weight.dim() == 2]
-        parts.append(Muon(matrices, dense.lr, dense.weight_decay))
-        rest = [weight for weight in rest if all(weight is not matrix for matrix in matrices)]
+        parts.append(Muon(list(matrices.values()), dense.lr * dense.blocks, dense.weight_decay))
+        rest = [weight for weight in rest if id(weight) not in matrices]
     if rest:
         on_gpu = rest[0].is_cuda
-        parts.append(torch.optim.AdamW(decaying(recipe, rest), lr=dense.lr, weight_decay=dense.weight_decay,
-                                       betas=(0.9, dense.beta2), fused=on_gpu, capturable=on_gpu))
+        parts.append(torch.optim.AdamW(groups_of_floats(recipe, rest, matrices.keys()), lr=dense.lr,
+                                       weight_decay=dense.weight_decay, betas=(0.9, dense.beta2), fused=on_gpu,
+                                       capturable=on_gpu))
     return gft.Hybrid(*parts)
 
 
-def decaying(recipe: Recipe, parameters: list[nn.Parameter]) -> list[Any]:
-    """Matrices and, without weight decay, vectors, as language models are trained. The paper's networks decay as a whole."""
+def groups_of_floats(recipe: Recipe, parameters: list[nn.Parameter], blocks: Collection[int]) -> list[Any]:
+    """As language models are trained: the blocks' matrices (by id), at their share of lr, other matrices, and vectors, which
+    do not decay. The paper's networks learn and decay as a whole."""
     if recipe.model.name != "llama":
         return list(parameters)
-    groups = [{"params": [one for one in parameters if one.dim() > 1]},
+    groups = [{"params": [one for one in parameters if id(one) in blocks], "lr": recipe.dense.lr * recipe.dense.blocks},
+              {"params": [one for one in parameters if one.dim() > 1 and id(one) not in blocks]},
               {"params": [one for one in parameters if one.dim() < 2], "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 

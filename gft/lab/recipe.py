@@ -186,10 +186,11 @@ class Dense:
     beta2: float = 0.999
     optimizer: str = "adamw"  # or muon: the matrices of a transformer's blocks by Muon, on AdamW's lr, all else by AdamW
     clip: float | None = None  # gradients together are made no longer than this; None: left as they are
+    blocks: float = 1.0  # llama: the rate of its blocks' matrices, as a share of lr; embedding and head often want more
 
     def __post_init__(self) -> None:
         _choose(self, optimizer=("adamw", "muon"))
-        _at_least(self, lr=0, weight_decay=0, clip=0)
+        _at_least(self, lr=0, weight_decay=0, clip=0, blocks=0)
         _shares(self, "beta2")
 
 
@@ -236,6 +237,9 @@ class Recipe:
         if self.dense.optimizer == "muon" and (self.integers.layers != "none" or self.model.name == "dnn"):
             raise UsageError("dense.optimizer=muon trains the float matrices of a transformer's blocks, and here are none; "
                              "leave it at adamw")
+        if self.dense.blocks != 1 and (self.integers.layers != "none" or self.model.name != "llama"):
+            raise UsageError(f"dense.blocks={self.dense.blocks} would not be used: it is for the float blocks of a llama; "
+                             "leave it at 1")
 
     def updated(self, **changes: Any) -> "Recipe":
         """A copy with fields changed, those of a part given as a dict: updated(row="mine", integers={"lr": 0.2})."""

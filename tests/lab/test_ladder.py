@@ -53,6 +53,12 @@ def test_rows_train_the_blocks_in_their_own_way_and_all_else_by_adamw(small):
                   for group in one.param_groups for weight in group["params"]}
         assert len(decays) == len(gft.dense(model))
         assert all((decays[id(weight)] == 0) == (weight.dim() == 1) for weight in gft.dense(model))
+        if row in ("adamw", "muon"):
+            halved = build.build_optimizer(recipe.changed(["dense.blocks=0.5"]), model, 0)
+            rates = {id(weight): group["lr"] for group in halved.param_groups for weight in group["params"]}
+            blocks = {id(weight) for weight in model.blocks.parameters() if weight.dim() == 2}
+            assert {key: rate / recipe.dense.lr for key, rate in rates.items()} == {
+                key: 0.5 if key in blocks else 1 for key in rates}
     assert {layer.log_gain is not None for layer in gft.layers.quantized_layers(build.build_model(
         small("wiki-ladder-10m-gft-2bit"), data.load("verses", 16))).values()} == {True}  # as a user's Llama has them
 
@@ -69,6 +75,8 @@ def test_settings_of_text_are_checked(refuses):
         recipe.changed(["dropout=0.1"])
     with refuses(UsageError, "kv_heads=2 would not be used"):
         recipes.find("verses-gpt-fp").changed(["kv_heads=2"])
+    with refuses(UsageError, "dense.blocks=0.5 would not be used"):
+        recipes.find("wiki-ladder-10m-gft-2bit").changed(["dense.blocks=0.5"])
     with refuses(UsageError, "dense.optimizer=muon trains the float matrices"):
         recipes.find("wiki-ladder-10m-gft-2bit").changed(["optimizer=muon"])
 
@@ -77,7 +85,7 @@ def test_settings_of_text_are_checked(refuses):
 
 
 def test_rates_are_carried_to_other_widths_and_gfts_own_stays():
-    chosen = {"adamw": {"10m": {"settings": {"dense.lr": 4e-3, "dense.weight_decay": 0.3}},
+    chosen = {"adamw": {"10m": {"settings": {"dense.lr": 4e-3, "dense.weight_decay": 0.3, "dense.blocks": 0.25}},
                         "30m": {"settings": {"dense.lr": 2e-3, "dense.weight_decay": 0.1}}},
               "bitnet-2bit": {"30m": {"settings": {"dense.lr": 8e-3, "integers.lr": 8e-3}}},
               "gft-2bit": {"10m": {"settings": {"integers.lr": 0.2}}}}
@@ -87,6 +95,7 @@ def test_rates_are_carried_to_other_widths_and_gfts_own_stays():
         return recipe.dense.lr, recipe.dense.weight_decay, recipe.integers.lr
 
     assert settings("10m-adamw")[:2] == (4e-3, 0.3)
+    assert ladder.with_chosen(recipes.find("wiki-ladder-10m-muon"), chosen).dense.blocks == 0.25
     assert settings("85m-adamw")[:2] == (four(2e-3 * 512 / 768), 0.1)  # from the nearest smaller size
     assert settings("1b-gft-2bit") == (four(2e-3 * 512 / 2048), 0.1, 0.2)  # its own lr is measured so that it stays
     assert settings("10m-gft-4bit") == (4e-3, 0.3, 0.1)  # no other row's
@@ -103,10 +112,10 @@ def four(number):
 def test_tuning_chooses_on_val_what_the_table_then_takes(text, tmp_path, refuses, monkeypatch):
     monkeypatch.setattr(sheet, "draw", lambda *_: None)  # drawn, and looked at, by another test
     out = tmp_path / "out"
-    report = tuning.tune(out, ["bitnet-2bit"], ["10m"], ["lr=1e-4,3e-2,1e30", "dense.weight_decay=0.1"],
+    report = tuning.tune(out, ["bitnet-2bit"], ["10m"], ["lr=1e-4,3e-2,1e30", "blocks=0.5", "dense.weight_decay=0.1"],
                          [*TINY, "clip=none"], "cpu")
     best = report["chosen"]["bitnet-2bit"]["10m"]
-    assert best["settings"] == {"dense.lr": 0.03, "integers.lr": 0.03, "dense.weight_decay": 0.1}
+    assert best["settings"] == {"dense.lr": 0.03, "integers.lr": 0.015, "dense.weight_decay": 0.1}
     assert best["tried"] + len(report["diverged"]) == 3
     assert best["val"] == min(one["val"] for one in report["tried"])
     assert json.loads((out / "wiki-ladder" / "tuned.json").read_text()) == report
@@ -114,13 +123,19 @@ def test_tuning_chooses_on_val_what_the_table_then_takes(text, tmp_path, refuses
     (row,) = tables.reproduce({"wiki-ladder": out / "wiki-ladder"}, seeds=1, rows=["10m-bitnet-2bit"], settings=TINY,
                               device="cpu")["wiki-ladder"]
     line = json.loads((out / "wiki-ladder" / "runs.jsonl").read_text())
-    assert line["config"]["integers"]["lr"] == line["config"]["dense"]["lr"] == 0.03
+    assert (line["config"]["integers"]["lr"], line["config"]["dense"]["lr"]) == (0.015, 0.03)
     assert row["test_gap"] is None  # there is no AdamW to compare with
     with refuses(UsageError, "write KEY=VALUE,VALUE"):
         tuning.grid_of("adamw", ["lr"])
     with refuses(UsageError, "no row 'sgd' of size '10m'"):
         tuning.trials("10m", "sgd", {"lr": ("1",)})
-    assert len(tuning.trials("30m", "adamw", tuning.grid_of("adamw", []))) >= 8
+    with refuses(UsageError, "gft-2bit has a rate for its blocks alone"):
+        tuning.trials("10m", "gft-2bit", {"blocks": ("0.5",)})
+    for row in tuning.TUNED:
+        settings = {tuple(sorted(tuning.tried({"recipe": one.name, "value": 1, "steps": 1, "seed": 0, "commit": "", "device":
+                                               "", "torch": ""})["settings"].items())) for one in
+                    tuning.trials("30m", row, tuning.grid_of(row, []))}
+        assert len(settings) == 16
 
 
 # ---------------------------------------------------------------------------------------------------- the table

@@ -67,7 +67,7 @@ def test_settings_are_read_by_type_with_or_without_their_part():
     ("depth", "write KEY=VALUE, like integers.lr=0.2 or width=64"),
     ("nonsense=2", "no setting 'nonsense'; gft train --help lists the settings"),
     ("treshold=2", "no setting 'treshold'; did you mean threshold or"),
-    ("dense.width=3", "dense has no 'width'; choose one of lr, weight_decay, beta2, optimizer, clip"),
+    ("dense.width=3", "dense has no 'width'; choose one of lr, weight_decay, beta2, optimizer, clip, blocks"),
     ("paper=3", "no setting 'paper'"),
     ("depth=many", "depth takes a value of type int"),
     ("inertia=much", "inertia takes a value of type float or none"),

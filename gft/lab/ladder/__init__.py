@@ -51,7 +51,7 @@ class Row:
     title: str
     integers: Integers
     optimizer: str = "adamw"  # of floats
-    own_lr: tuple[str, ...] = ("dense.lr",)  # what a row's lr is; its weight decay is dense.weight_decay
+    own_lr: tuple[str, ...] = ("dense.lr",)  # what a row's lr is
 
 
 def _gft(title: str, bits: int, **settings: Any) -> Row:
@@ -134,15 +134,17 @@ def as_reported(one: Recipe, folder: Path) -> Recipe:
 def with_chosen(one: Recipe, chosen: Mapping[str, Mapping[str, Any]]) -> Recipe:
     """The recipe with the settings that were chosen: row -> size -> {"settings": {"dense.lr": …}, …}.
 
-    Floats learn as AdamW's own row does, unless the row has a choice of its own. A method that was tuned at some number of
-    bits has the same settings at others; gft's rows have none but those of their very own.
+    Floats learn as AdamW's own row does, unless the row has a choice of its own; the share of the rate that float blocks
+    take is for rows that have them. A method that was tuned at some number of bits has the same settings at others; gft's
+    rows have none but those of their very own.
     """
     _, row = place_of(one.name)
     kind = row.partition("-")[0]
     own = chosen.get(row)
     if own is None and kind not in ("gft", "adamw"):
         own = next((of_row for name, of_row in chosen.items() if name.partition("-")[0] == kind), None)
-    settings = {key: value for key, value in transferred(one, chosen.get("adamw", {})).items() if key.startswith("dense.")}
+    settings = {key: value for key, value in transferred(one, chosen.get("adamw", {})).items()
+                if key.startswith("dense.") and (key != "dense.blocks" or one.integers.layers == "none")}
     settings |= transferred(one, own or {})
     return one.changed([f"{key}={value}" for key, value in settings.items()])
 

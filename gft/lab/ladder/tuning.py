@@ -18,8 +18,9 @@ from gft.lab.runs import TrainingError
 
 AT = ("10m", "30m")
 TUNED = ("adamw", "bitnet-2bit")
-# What is tried by default, of each kind of row: "lr" is the row's own.
-ADAMWS = {"lr": ("5e-4", "1e-3", "2e-3", "4e-3", "8e-3"), "dense.weight_decay": ("0.1", "0.3")}
+# What is tried by default, of each kind of row. "lr" is the row's own; "blocks" the share of it that its blocks' matrices,
+# or latents, take. Rows on a grid have a rate of their own for these, so floats must have the choice, too.
+ADAMWS = {"lr": ("1e-3", "2e-3", "4e-3", "8e-3"), "blocks": ("1", "0.25"), "dense.weight_decay": ("0.1", "0.3")}
 GRIDS = {"adamw": ADAMWS, "muon": ADAMWS, "bitnet": ADAMWS, "gft": {"lr": ("0.025", "0.05", "0.1", "0.2", "0.4")},
          "dqt": {"lr": ("3e-5", "1e-4", "3e-4", "1e-3", "3e-3")}, "eco": {"lr": ("3e-5", "1e-4", "3e-4", "1e-3", "3e-3")}}
 
@@ -30,10 +31,26 @@ def trials(size: str, row: str, grid: Mapping[str, Sequence[str]], settings: Seq
         raise UsageError(f"no row {row!r} of size {size!r}; sizes are {', '.join(SIZES)}, rows {', '.join(ROWS)}")
     base, found = recipe(size, row).changed(settings), []
     for values in itertools.product(*grid.values()):
-        tried = [f"{own}={value}" for key, value in zip(grid, values, strict=True)
-                 for own in (ROWS[row].own_lr if key == "lr" else (key,))]
+        tried = settings_of(row, dict(zip(grid, values, strict=True)))
         found.append(base.changed(tried).updated(name=f"{base.name}@{','.join(tried)}"))
     return found
+
+
+def settings_of(row: str, point: Mapping[str, str]) -> list[str]:
+    """A point of a grid as settings of a recipe."""
+    own, settings = ROWS[row].own_lr, []
+    for key, value in point.items():
+        if key == "lr":
+            settings += [f"{name}={value}" for name in own]
+        elif key != "blocks":
+            settings.append(f"{key}={value}")
+        elif own == ("dense.lr",):
+            settings.append(f"dense.blocks={value}")
+        elif "dense.lr" in own and "lr" in point:  # latents, which have a rate by itself
+            settings.append(f"integers.lr={float(value) * float(point['lr']):g}")
+        else:
+            raise UsageError(f"--try blocks={value}: {row} has a rate for its blocks alone; try lr and dense.lr")
+    return list({setting.partition("=")[0]: setting for setting in settings}.values())  # the last of each
 
 
 def grid_of(row: str, asked: Sequence[str]) -> dict[str, tuple[str, ...]]:
