@@ -22,19 +22,19 @@ class Setting:
     @classmethod
     def from_dict(cls: type[S], saved: dict[str, Any]) -> S:
         """The inverse of `to_dict`, among the subclasses of this class."""
-        fields = dict(saved)
+        fields = {str(key): value for key, value in saved.items()}
         name = fields.pop("name", None)
         known = {kind.__name__: kind for kind in cls.kinds()}
-        if name not in known:
-            raise UsageError(f"{name!r} is not a {cls.__name__} this version of gft knows ({', '.join(known)}); import the "
-                             "module that defines it first")
+        if not isinstance(name, str) or name not in known:
+            raise UsageError(f"{str(name)[:40]!r} is not a {cls.__name__} this version of gft knows ({', '.join(known)}); "
+                             "import the module that defines it first")
         try:
             return known[name](**fields)
         except UsageError:  # a value, of whatever type: its own message names it
             raise
         except TypeError:
             raise UsageError(f"{name} has other settings in this version of gft than in the state_dict "
-                             f"({', '.join(fields)}); make a new optimizer") from None
+                             f"({', '.join(fields)[:80]}); make a new optimizer") from None
 
     @classmethod
     def kinds(cls: type[S]) -> list[type[S]]:

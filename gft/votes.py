@@ -421,20 +421,29 @@ class VoteAccumulator:
         self.mean_squares.clear()
 
     def check_state(self, inputs: int, shape: tuple[int, int], outputs: int | None = None) -> None:
-        """Raise unless the running scales fit a weight of this shape: kernels read them without looking."""
-        rows, columns = shape
-        for name, length in (("x_rms", inputs), ("grad_rms", rows if outputs is None else outputs),
-                             ("second_moment", rows + columns + 1)):
-            scale = getattr(self, name)
-            if scale is None:
-                continue
-            if not isinstance(scale, Tensor) or scale.dtype is not torch.float32 or tuple(scale.shape) != (length,):
-                found = f"{scale.dtype} of shape {tuple(scale.shape)}" if isinstance(scale, Tensor) else type(scale).__name__
-                raise UsageError(f"the optimizer's state has a {name} that is {found}, where a weight of shape {shape} "
-                                 f"needs float32 of shape ({length},); load the state_dict of an optimizer over this model")
-            if not bool(((scale >= 0) & torch.isfinite(scale)).all()):
-                raise UsageError(f"the optimizer's state has a {name} with negative or not finite numbers; load a "
-                                 "state_dict that is not damaged")
+        """Raise unless the running scales fit a weight of this shape. Here they enter: kernels that read them, a GPU's
+        above all, look at no numbers."""
+        for name, length in running_lengths(inputs, shape, outputs).items():
+            if (scale := getattr(self, name)) is not None:
+                check_running(name, scale, length, shape)
+
+
+def running_lengths(inputs: int, shape: tuple[int, int], outputs: int | None = None) -> dict[str, int]:
+    """How many numbers each running scale of a weight has."""
+    rows, columns = shape
+    return {"x_rms": inputs, "grad_rms": rows if outputs is None else outputs, "second_moment": rows + columns + 1}
+
+
+def check_running(name: str, scale: Any, length: int, shape: tuple[int, int]) -> None:
+    """Raise unless a running scale has that many numbers that it can have, for a weight of this shape."""
+    plain = isinstance(scale, Tensor) and scale.layout is torch.strided and not scale.is_meta
+    if not plain or scale.dtype is not torch.float32 or tuple(scale.shape) != (length,):
+        found = f"{scale.dtype} of shape {tuple(scale.shape)}" if isinstance(scale, Tensor) else type(scale).__name__
+        raise UsageError(f"the optimizer's state has a {name} that is {found}, where a weight of shape {shape} needs "
+                         f"float32 of shape ({length},); load the state_dict of an optimizer over this model")
+    if not bool(((scale >= 0) & torch.isfinite(scale)).all()):
+        raise UsageError(f"the optimizer's state has a {name} with negative or not finite numbers; load a state_dict that "
+                         "is not damaged")
 
 
 def _quantized(weight: ops.StoredWeight | None, values: Tensor, factors: Tensor | None, largest: int, key: NoiseKey,
