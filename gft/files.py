@@ -1,6 +1,7 @@
 """Files that are whole or not there: every file that gft writes is written this way."""
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,8 @@ def written_atomically(path: str | Path) -> Iterator[Path]:
     """
     path = Path(path)
     make_folder(path.parent)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    # Of this process and this thread: two may write one path at once, and the last to finish has it.
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.unfinished")
     try:
         with _sentence_for(path):
             if path.is_dir():

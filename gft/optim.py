@@ -522,7 +522,8 @@ def check_settings(group: Mapping[str, Any], ranks: Ranks = ALONE) -> None:
     Vote.check(group["vote"], "vote")
     lr: Any = group["lr"]
     if not (isinstance(lr, Tensor) and lr.is_cuda):  # to look would make the host wait
-        rule.check_lr(float(lr) if is_number(lr) else lr)
+        number: Any = float(lr) if is_number(lr) else lr
+        rule.check_lr(number)
     seed = group["seed"]
     if isinstance(seed, bool) or not (isinstance(seed, int) and 0 <= seed < 2**64):
         raise UsageError(f"seed={seed!r}: give an integer from 0 to 2^64 - 1")

@@ -26,7 +26,7 @@ class Setting:
         name = fields.pop("name", None)
         known = {kind.__name__: kind for kind in cls.kinds()}
         if not isinstance(name, str) or name not in known:
-            raise UsageError(f"{str(name)[:40]!r} is not a {cls.__name__} this version of gft knows ({', '.join(known)}); "
+            raise UsageError(f"{repr(name)[:40]} is not a {cls.__name__} this version of gft knows ({', '.join(known)}); "
                              "import the module that defines it first")
         try:
             return known[name](**fields)

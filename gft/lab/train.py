@@ -25,6 +25,7 @@ from gft.lab.provenance import commit, device_name
 from gft.lab.recipe import Recipe
 from gft.lab.runs import RunFolder, TrainingError, checkpoint_of, read_config, resolve_device
 from gft.layers import quantized_layers
+from gft.saved import is_number
 
 LOG_EVERY = 20
 SECONDS_BETWEEN_CHECKPOINTS = 60.0
@@ -102,7 +103,11 @@ def text_of(data: DataSet) -> dict[str, Any] | None:
 
 def kept_text(recipe: Recipe, checkpoint: Path) -> dict[str, Any] | None:
     """What a checkpoint has kept of a text, known before there is a model to load it into: its size depends on that."""
-    return read_checkpoint(checkpoint)["extra"].get("text") if recipe.model.name == "gpt" else None
+    text = read_checkpoint(checkpoint)["extra"].get("text") if recipe.model.name == "gpt" else None
+    if text is not None and not (isinstance(text, dict) and text.keys() == {"characters", "context"} and text["context"] and
+                                 isinstance(text["characters"], str) and type(text["context"]) is int):
+        raise TrainingError(f"{checkpoint} does not say which characters its text has; restore it from a copy")
+    return text
 
 
 def check_text(data: DataSet, kept: dict[str, Any] | None, folder: Path) -> None:
@@ -145,6 +150,8 @@ def training(recipe: Recipe, out: Path, *, seed: int = 0, device: str = "auto", 
     if folder.checkpoint.exists():
         check_text(data, kept_text(recipe, folder.checkpoint), out)
         restored = gft.load_checkpoint(folder.checkpoint, model, optimizer, scheduler)
+        if type(restored.get("step")) is not int or not is_number(restored.get("seconds")) or restored["step"] < 0:
+            raise TrainingError(f"{folder.checkpoint} does not say how far its run has come; restore it from a copy")
         step, seconds = restored["step"], restored["seconds"]
     folder.start(step, tensorboard)
 

@@ -149,6 +149,8 @@ class GftQuantizer(HfQuantizer):
             if empty:
                 raise UsageError(f"the folder holds no integer weights for {some_names(empty)}; save the quantized model "
                                  "anew with save_pretrained")
+            for name, layer in quantized_layers(model).items():
+                layer.check_loaded(name)
             report(summary(model))  # now that tied weights are one
         else:
             self._quantize_loaded(model)
