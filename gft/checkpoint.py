@@ -19,11 +19,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from gft.errors import UsageError, UsageTypeError
+from gft.errors import UsageError, UsageTypeError, shortened
 from gft.files import written_atomically
 from gft.layers import quantized_layers
 from gft.layers.reading import check_state
-from gft.saved import check_generators, check_optimizer, check_scheduler, shortened
+from gft.saved import check_generators, check_optimizer, check_scheduler
 from gft.sharding import is_sharded
 
 FORMAT, OLDER = "gft-checkpoint-2", "gft-checkpoint-1"  # whose checksum left out types and shapes
@@ -153,7 +153,9 @@ def read_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> dic
     try:
         with safetensors.safe_open(path, framework="pt", device="cpu") as file:  # type: ignore[attr-defined]
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
+            # Copies: the library's tensors are the file itself, mapped into memory. What another program writes into it
+            # later would change a run, and to shorten it would end the process.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118  (not a dict)
     except (safetensors.SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is damaged or cut short ({_in_short(error)}); restore it from a copy, or start the "
                               "run anew in another folder") from error
@@ -199,7 +201,7 @@ def _check_fits(path: str | Path, model: nn.Module, state: Mapping[str, Any]) ->
     gains that older files lack, are for the layers themselves to read."""
     own = model.state_dict()
     for name in sorted(own.keys() ^ state.keys()):
-        if not (name in own and name.endswith(("_extra_state", "log_gain"))):
+        if not (name in own and name.endswith("log_gain")):
             raise CheckpointError(f"{path} is of another model: {name[:100]} is only in the "
                                   f"{'model' if name in own else 'file'}")
     for name in own.keys() & state.keys():

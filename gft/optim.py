@@ -31,11 +31,11 @@ from gft.distributed import (
     ranks_of,
     sum_over,
 )
-from gft.errors import UsageError, UsageTypeError
+from gft.errors import UsageError, UsageTypeError, shortened
 from gft.layers import QuantLayer, layer_of
 from gft.rules import Part, Rounding, Rule, TopK, WeightStep
 from gft.rules.orthogonalize import BOUND
-from gft.saved import is_number, is_plain, mapping, saved_groups, shortened, whole_number
+from gft.saved import is_number, is_plain, mapping, saved_groups, whole_number
 from gft.settings import check_choice
 from gft.sharding import (
     check_sharding,
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 # The paper's algorithm, as docs/paper.md reads it: k = 0.75 falling linearly to 0 (by a scheduler), one vote a sample.
 PAPER: Mapping[str, Any] = MappingProxyType({"lr": 0.75, "rule": TopK(p_min=0.001), "vote": Sign(per="sequence")})
 
+SETTINGS = ("lr", "rule", "vote", "seed", "in_backward", "step", "wire")  # of a group
 RUNNING = ("x_rms", "grad_rms", "second_moment")  # what of an accumulator the state_dict keeps
 GPU_STEPS_BETWEEN_REPORTS = 100
 
@@ -130,6 +131,9 @@ class GFT(Optimizer):
         if weight.is_meta:
             raise UsageError("a weight to train is on the meta device, without values; load them first, by load_state_dict "
                              "with assign=True or without offloading")
+        if weight.is_inference():
+            raise UsageError("a weight to train was made in torch.inference_mode, which lets nobody change it outside; "
+                             "build and quantize the model outside of it")
         rule.storage_for(layer.storage)
         if self._taken(layer):
             gc.collect()  # a scheduler keeps a deleted optimizer alive until then
@@ -218,6 +222,7 @@ class GFT(Optimizer):
         for votes in self._accumulators.values():
             votes.discard()
 
+    @torch.inference_mode(False)  # whose tensors could not be changed in place outside of it
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Move the weights by the votes cast since the last step."""
@@ -440,9 +445,9 @@ class GFT(Optimizer):
         group = {"wire": self.defaults["wire"], **group,  # of a time when there was no choice of it
                  "rule": rule if isinstance(rule, Rule) else Rule.from_dict(dict(rule)),
                  "vote": vote if isinstance(vote, Vote) else Vote.from_dict(dict(vote))}
-        missing = self.defaults.keys() - group.keys()
+        missing = [name for name in SETTINGS if name not in group]
         if missing:
-            raise UsageError(f"the optimizer's state_dict has no {min(missing)}; load one that is not damaged")
+            raise UsageError(f"the optimizer's state_dict has no {missing[0]}; load one that is not damaged")
         whole_number(group["step"], "the step of a param group", 2**32 - 1)
         check_choice("in_backward", group["in_backward"], (False, True))
         if any(not isinstance(key, str) for key in group):
@@ -526,7 +531,7 @@ def check_settings(group: Mapping[str, Any], ranks: Ranks = ALONE) -> None:
         rule.check_lr(number)
     seed = group["seed"]
     if isinstance(seed, bool) or not (isinstance(seed, int) and 0 <= seed < 2**64):
-        raise UsageError(f"seed={seed!r}: give an integer from 0 to 2^64 - 1")
+        raise UsageError(f"seed={shortened(seed)}: give an integer from 0 to 2^64 - 1")
     check_choice("wire", group["wire"], ("int32", "int8"))
     if group["wire"] == "int8" and not all(map(is_sharded, group["params"])):
         raise UsageError('wire="int8" is for weights that fully_shard has shared out over ranks; leave it out')

@@ -2,9 +2,10 @@
 
 A file or a state_dict may be damaged, of another model or program, or made to do harm. So whoever loads one asks here first,
 about all of it: what does not fit raises UsageError, in one sentence, while nothing has changed yet. torch itself looks at
-little: it takes moments of other shapes over and fails some steps later, and a scheduler takes over any attribute.
+little: it takes moments of other shapes over and fails in the next step, and a scheduler takes over any attribute.
 """
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gft.errors import UsageError
+from gft.errors import UsageError, shortened
 
 DAMAGED = "it is damaged, or of something else than what is to take it over"
-LIKE_PARAMETERS = "torch.optim."  # optimizers whose state has the shapes of their parameters
+SCRATCH = (3, 5, 7, 11, 13, 17, 19, 23)  # sizes of a parameter to learn from what an optimizer keeps
 
 
 def mapping(value: Any, name: str) -> Mapping[Any, Any]:
@@ -53,15 +54,6 @@ def is_plain(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
 
 
-def shortened(value: Any) -> str:
-    """What a sentence says of a value that it does not expect."""
-    if isinstance(value, Tensor):
-        return f"{value.dtype} of shape {tuple(value.shape)}"
-    small = isinstance(value, (bool, float, str, type(None))) or (isinstance(value, int) and abs(value) < 2**70)
-    text = repr(value) if small else type(value).__name__
-    return text if len(text) <= 40 else f"{text[:40]}…"
-
-
 # ---------------------------------------------------------------------------------------------------- optimizers
 
 
@@ -86,14 +78,14 @@ def saved_groups(optimizer: Optimizer, state_dict: Any) -> list[tuple[dict[str, 
 
 
 def check_optimizer(optimizer: Optimizer, state_dict: Any) -> None:
-    """Raise unless an optimizer can take over a state_dict. gft's own know by themselves; of others, groups must have like
-    settings, and the state of a parameter must have its shape where torch's optimizers keep no other."""
+    """Raise unless an optimizer can take over a state_dict. gft's own know by themselves; of torch's, settings must be such
+    as torch takes, and a parameter's state what a step leaves behind. Of others groups are compared, and shapes with those
+    that are there."""
     own_check = getattr(optimizer, "check_state_dict", None)
     if own_check is not None:
         own_check(state_dict)
         return
     kind = type(optimizer)
-    fixed = f"{kind.__module__}.".startswith(LIKE_PARAMETERS) and not isinstance(optimizer, torch.optim.LBFGS)
     for own, saved in saved_groups(optimizer, state_dict):
         for key, value in ((key, value) for key, value in own.items() if key not in ("params", "param_names")):
             if key in saved and not (is_like(saved[key], value) and _finite(saved[key])):
@@ -102,26 +94,58 @@ def check_optimizer(optimizer: Optimizer, state_dict: Any) -> None:
             # What newer versions of torch have added is None or a bool, and set by torch itself.
             if key not in saved and isinstance(value, (int, float, tuple)) and type(value) is not bool:
                 raise UsageError(f"the state_dict has no {key} of {kind.__name__}; it is of another optimizer")
+        expected: dict[Any, Mapping[str, Any] | None] = {}
         for number, parameter in zip(saved["params"], own["params"], strict=True):
             state = mapping(state_dict["state"].get(number, {}), f"the state of a parameter of {kind.__name__}")
-            for name, value in state.items():
-                before = optimizer.state[parameter].get(name) if parameter in optimizer.state else None
-                _check_moment(f"{name} of {kind.__name__}", value, parameter if fixed else before)
+            key = parameter.dim(), parameter.dtype, parameter.device
+            if state and key not in expected:
+                expected[key] = _after_a_step(optimizer, {**own, **saved}, parameter)
+            if state:
+                _check_state(kind.__name__, state, expected[key], parameter, optimizer.state.get(parameter, {}))
 
 
-def _check_moment(name: str, value: Any, like: Any) -> None:
-    if name.startswith("step of ") and not (is_number(value) and float(value) >= 0):
-        raise UsageError(f"the {name} is {shortened(value)} where a number of steps belongs; {DAMAGED}")
-    if not isinstance(value, Tensor):
-        return
-    if not is_plain(value):
-        raise UsageError(f"the {name} is a tensor without numbers of its own (sparse, quantized or meta); {DAMAGED}")
-    if isinstance(like, Tensor) and value.numel() != 1:
-        sizes = zip(reversed(value.shape), reversed(like.shape), strict=False)
-        # 1 where rows or columns have moments in common, as in Adafactor.
-        if value.dim() > like.dim() or not all(size in (1, whole) for size, whole in sizes):
-            raise UsageError(f"the {name} has the shape {tuple(value.shape)} where that of the parameter is "
-                             f"{tuple(like.shape)}; load the state_dict of an optimizer over this model")
+def _after_a_step(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> Mapping[str, Any] | None:
+    """What torch's optimizer keeps of a parameter, learnt from a step of one that nobody needs; None of other optimizers."""
+    kind = type(optimizer)
+    if kind not in vars(torch.optim).values() or kind in (torch.optim.LBFGS, torch.optim.SparseAdam):
+        return None
+    taken = inspect.signature(kind).parameters
+    settings = {key: value for key, value in group.items() if key in taken and key != "params"}
+    scratch = torch.zeros(SCRATCH[: parameter.dim()], dtype=parameter.dtype, device=parameter.device)
+    scratch.requires_grad_().grad = torch.zeros_like(scratch)
+    try:  # torch raises as it happens to: what of its code can be trusted with such settings is not known before
+        other = kind([scratch], **settings)
+        other.step()
+    except (ArithmeticError, AssertionError, RuntimeError, TypeError, ValueError) as error:
+        raise UsageError(f"torch's {kind.__name__} cannot work with the settings in the state_dict; {DAMAGED}") from error
+    return other.state[scratch]
+
+
+def _check_state(kind: str, state: Mapping[str, Any], expected: Mapping[str, Any] | None, parameter: Tensor,
+                 before: Mapping[str, Any]) -> None:
+    """Raise unless a parameter's state has the names, kinds and shapes that its optimizer needs."""
+    if expected is not None and state.keys() != expected.keys():
+        odd = shortened(next(iter(state.keys() ^ expected.keys())))
+        raise UsageError(f"the state of a parameter of {kind} differs by {odd} from what {kind} keeps; {DAMAGED}")
+    for name, value in state.items():
+        like, size = (before.get(name), None) if expected is None else (expected[name], parameter)
+        if isinstance(like, (int, float)) and not is_number(value):
+            raise UsageError(f"{name} of {kind} is {shortened(value)} where a number belongs; {DAMAGED}")
+        if not isinstance(like, Tensor):
+            continue
+        if not (isinstance(value, Tensor) and is_plain(value) and value.is_floating_point() == like.is_floating_point()):
+            raise UsageError(f"{name} of {kind} is {shortened(value)} where {shortened(like)} belongs; {DAMAGED}")
+        shape = like.shape if size is None else _resized(like.shape, size.shape)
+        if value.shape != shape:
+            raise UsageError(f"{name} of {kind} has the shape {tuple(value.shape)} where {tuple(shape)} belongs; load the "
+                             "state_dict of an optimizer over this model")
+        if name == "step" and not float(value) >= 0:
+            raise UsageError(f"step of {kind} is {float(value)} where a number of steps belongs; {DAMAGED}")
+
+
+def _resized(shape: torch.Size, size: torch.Size) -> torch.Size:
+    """The shape that goes with a parameter of another size: where the scratch's own sizes are, the parameter's."""
+    return torch.Size(size[SCRATCH.index(one)] if one in SCRATCH[: len(size)] else one for one in shape)
 
 
 def _finite(value: Any) -> bool:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gft.errors import UsageError, UsageTypeError
+from gft.errors import UsageError, UsageTypeError, shortened
 
 MIN_BITS, MAX_BITS = 2, 8
 ENCODING = 2  # version of what `Storage.code` writes
@@ -32,9 +32,9 @@ ENCODING = 2  # version of what `Storage.code` writes
 def check_bits(bits: int) -> int:
     """`bits`, or an error that says which numbers of bits there are."""
     if isinstance(bits, bool) or not isinstance(bits, int):
-        raise UsageTypeError(f"bits={bits!r}: give an integer from {MIN_BITS} to {MAX_BITS}")
+        raise UsageTypeError(f"bits={shortened(bits)}: give an integer from {MIN_BITS} to {MAX_BITS}")
     if not MIN_BITS <= bits <= MAX_BITS:
-        raise UsageError(f"bits={bits}: a symmetric grid needs {MIN_BITS} to {MAX_BITS} bits")
+        raise UsageError(f"bits={shortened(bits)}: a symmetric grid needs {MIN_BITS} to {MAX_BITS} bits")
     return bits
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from gft.errors import UsageError
+from gft.errors import UsageError, shortened
 from gft.lab import baselines
 from gft.lab import data as datasets
 from gft.lab.models.dnn import ACTIVATIONS, NORMS
@@ -29,21 +29,21 @@ LAYERS = ("none", "hidden", "all", "mlp", "blocks")
 def _choose(part: Any, **choices: Sequence[Any]) -> None:
     for key, allowed in choices.items():
         if getattr(part, key) not in allowed:
-            raise UsageError(f"{key}={getattr(part, key)!r}: choose one of {', '.join(map(str, allowed))}")
+            raise UsageError(f"{key}={shortened(getattr(part, key))}: choose one of {', '.join(map(str, allowed))}")
 
 
 def _at_least(part: Any, **least: float) -> None:
     for key, bound in least.items():
         value = getattr(part, key)
         if value is not None and not value >= bound:
-            raise UsageError(f"{key}={value}: give at least {bound:g}")
+            raise UsageError(f"{key}={shortened(value)}: give at least {bound:g}")
 
 
 def _shares(part: Any, *keys: str) -> None:
     for key in keys:
         value = getattr(part, key)
         if value is not None and not 0 <= value < 1:
-            raise UsageError(f"{key}={value}: give a number from 0 up to, but not including, 1")
+            raise UsageError(f"{key}={shortened(value)}: give a number from 0 up to, but not including, 1")
 
 
 # ---------------------------------------------------------------------------------------------------- the parts
@@ -129,11 +129,12 @@ class Integers:
         _at_least(self, lr=0, threshold=0, attention_lr=0, bop_threshold=0)
         _shares(self, "inertia", "attention_inertia")
         if self.p_min is not None and not 0 <= self.p_min <= 1:
-            raise UsageError(f"p_min={self.p_min}: a probability lies between 0 and 1")
+            raise UsageError(f"p_min={shortened(self.p_min)}: a probability lies between 0 and 1")
         if self.layers != "none" and not 2 <= self.bits <= 8:
-            raise UsageError(f"bits={self.bits}: integer layers have 2 to 8 bits")
+            raise UsageError(f"bits={shortened(self.bits)}: integer layers have 2 to 8 bits")
         if self.scales not in ("tensor", "row") and not self.scales.isdecimal():
-            raise UsageError(f"scales={self.scales}: choose tensor, row, or how many weights of a row share a scale, as 64")
+            raise UsageError(f"scales={shortened(self.scales)}: choose tensor, row, or how many weights of a row share a "
+                             "scale, as 64")
         if self.layers != "none" and self.method == "gft":
             self._refuse_unused()
         elif self.scales != "tensor":
@@ -238,7 +239,29 @@ class Recipe:
     def of(cls, config: Mapping[str, Any]) -> "Recipe":
         """The recipe that `config` says. A field it lacks, since it is of a time before that field, has its default."""
         values = {field.name: config[field.name] for field in dataclasses.fields(cls) if field.name in config}
-        return cls(**{key: PARTS[key](**value) if key in PARTS else value for key, value in values.items()})
+        for part in values.keys() & PARTS.keys():
+            values[part] = PARTS[part](**_typed(PARTS[part], part, values[part]))
+        return cls(**_typed(cls, "the config", values))
+
+
+def _typed(kind: type, name: str, values: Any) -> Mapping[str, Any]:
+    """Values for the fields of a part, as a file says them, if they are of the fields' types: a file may be damaged."""
+    if not isinstance(values, Mapping):
+        raise UsageError(f"{name} is {shortened(values)} where a part of a recipe belongs; restore the file")
+    hints = get_type_hints(kind)
+    for key, value in values.items():
+        if key not in hints:
+            raise UsageError(f"{name} has {shortened(key)}, which is no setting of this version of gft; update gft, or "
+                             "restore the file")
+        types_of = get_args(hints[key]) or (hints[key],)
+        number = float in types_of and isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
+        if not number and not any(type(value) is one for one in types_of):
+            raise UsageError(f"{key} of {name} is {shortened(value)}, which is not of its type; restore the file")
+    missing = [field.name for field in dataclasses.fields(kind)
+               if field.name not in values and field.default is dataclasses.MISSING]
+    if missing:
+        raise UsageError(f"{name} has no {missing[0]}; restore the file")
+    return values
 
 
 def dotted(config: Mapping[str, Any]) -> dict[str, Any]:

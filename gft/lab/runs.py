@@ -32,6 +32,8 @@ def checkpoint_of(path: Path) -> Path:
 def read_config(path: Path) -> dict[str, Any]:
     """The settings that a run folder was started with."""
     config = read_json(path / "config.json")
+    if not isinstance(config, dict):
+        raise TrainingError(f"{path / 'config.json'} does not hold the settings of a run; restore it, or use another folder")
     if older.is_flat(config):
         raise TrainingError(f"{path} was made by an older gft, whose settings had other names; train anew in another --out")
     return config

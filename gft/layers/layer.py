@@ -318,8 +318,9 @@ class QuantLayer(nn.Module):
             geometry = self.geometry
             kept = kept_as(self, x.shape)
             y = torch.ops.gft.product(x, self._anchor, self.qweight, inside, self._handle, geometry, kept)[0]
-        elif self.casts is None and not (x.requires_grad or (self.training and not self.frozen)):
-            y = self.scaled_product(x, inside)
+        elif self.casts is None and (self.qweight.is_inference() or not (
+                x.requires_grad or (self.training and not self.frozen))):
+            y = self.scaled_product(x, inside)  # what was made in inference_mode cannot be kept for backward, nor trained
         else:
             y = Product.apply(x, self._anchor, self.qweight, inside, self)
         if self.log_gain is not None and inside is None:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gft.errors import UsageError
-from gft.saved import is_plain, shortened
+from gft.errors import UsageError, shortened
+from gft.saved import is_plain
 from gft.sharding import is_sharded
 from gft.storage import Storage
 
@@ -30,7 +30,7 @@ def check_state(layer: Any, state_dict: Mapping[str, Any], prefix: str) -> None:
     stored, scale, log_gain = (state_dict.get(f"{prefix}{own}") for own in ("qweight", "scale", "log_gain"))
     if scale is not None:
         check_scale(layer, scale, name)
-    if log_gain is not None and not (isinstance(log_gain, Tensor) and log_gain.numel() == 1 and
+    if log_gain is not None and not (isinstance(log_gain, Tensor) and log_gain.shape in ((), (1,)) and
                                      log_gain.is_floating_point()):
         raise UsageError(f"{name}: the state_dict holds a log_gain that is {shortened(log_gain)} where one float belongs")
     if stored is None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from gft.errors import shortened
 from gft.lab.data.augment import AUGMENT
 from gft.lab.data.dataset import SPLITS, Dataset
 from gft.lab.data.digits import load_digits, load_digits_images
@@ -87,7 +88,7 @@ def _entry(name: str) -> Entry:
     if kind == "text" and path:
         file = Path(path).expanduser()
         return Entry(partial(load_text, file), lambda: str(file) if file.is_file() else None, is_text=True)
-    raise DataError(f"no data set {name!r}; choose one of {', '.join(names)}, imagenette-SIZE or text:PATH")
+    raise DataError(f"no data set {shortened(name)}; choose one of {', '.join(names)}, imagenette-SIZE or text:PATH")
 
 
 def check(name: str) -> None:
