@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from gft.errors import UsageError, UsageTypeError, shortened
+from gft.errors import UsageError, UsageTypeError, one_line, shortened
 from gft.files import written_atomically
 from gft.layers import quantized_layers
 from gft.layers.reading import check_state
@@ -157,7 +157,7 @@ def read_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> dic
             # later would change a run, and to shorten it would end the process.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118  (not a dict)
     except (safetensors.SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is damaged or cut short ({_in_short(error)}); restore it from a copy, or start the "
+        raise CheckpointError(f"{path} is damaged or cut short ({one_line(error)}); restore it from a copy, or start the "
                               "run anew in another folder") from error
     version, text = metadata.get("format"), metadata.get("structure", "")
     if version not in (FORMAT, OLDER):
@@ -170,7 +170,7 @@ def read_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> dic
     try:
         return _content(text, tensors)
     except (ValueError, RecursionError) as error:  # of json, too: a number of 5,000 digits, a thousand brackets
-        raise CheckpointError(f"{path} is not as save_checkpoint writes it ({_in_short(error)}); restore it from a "
+        raise CheckpointError(f"{path} is not as save_checkpoint writes it ({one_line(error)}); restore it from a "
                               "copy") from error
 
 
@@ -190,19 +190,13 @@ def _content(text: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return content
 
 
-def _in_short(error: Exception) -> str:
-    """What a library says of a file, as a part of a sentence: it may quote the file at length."""
-    text = "".join(letter if letter.isprintable() else " " for letter in str(error)).rstrip(".").replace(". ", ", ")
-    return text if len(text) <= 100 else f"{text[:100]}…"
-
-
 def _check_fits(path: str | Path, model: nn.Module, state: Mapping[str, Any]) -> None:
     """Refuse another model's checkpoint before the first tensor is copied. How a weight is stored (`_extra_state`), and
     gains that older files lack, are for the layers themselves to read."""
     own = model.state_dict()
     for name in sorted(own.keys() ^ state.keys()):
         if not (name in own and name.endswith("log_gain")):
-            raise CheckpointError(f"{path} is of another model: {name[:100]} is only in the "
+            raise CheckpointError(f"{path} is of another model: {one_line(name)} is only in the "
                                   f"{'model' if name in own else 'file'}")
     for name in own.keys() & state.keys():
         mine, stored = shortened(own[name]), shortened(state[name])

@@ -25,6 +25,12 @@ def shortened(value: object) -> str:
     return text if len(text) <= 40 else f"{text[:40]}…"
 
 
+def one_line(text: object, most: int = 100) -> str:
+    """Words from outside, a name in a file or what a library says of it, as a part of a sentence."""
+    line = "".join(letter if letter.isprintable() else " " for letter in str(text)).rstrip(".").replace(". ", ", ")
+    return line if len(line) <= most else f"{line[:most]}…"
+
+
 def install_hint(extra: str) -> str:
     """The command that installs an extra of pyproject.toml: from the clone that this code lies in, or from the index."""
     folder = Path(__file__).resolve().parents[1]

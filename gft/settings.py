@@ -6,7 +6,7 @@ A setting is written into a state_dict as plain numbers and strings, so nothing 
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from gft.errors import UsageError, UsageTypeError, shortened
+from gft.errors import UsageError, UsageTypeError, one_line, shortened
 
 S = TypeVar("S", bound="Setting")
 
@@ -34,7 +34,7 @@ class Setting:
             raise
         except TypeError:
             raise UsageError(f"{name} has other settings in this version of gft than in the state_dict "
-                             f"({', '.join(fields)[:80]}); make a new optimizer") from None
+                             f"({one_line(', '.join(fields))}); make a new optimizer") from None
 
     @classmethod
     def kinds(cls: type[S]) -> list[type[S]]:

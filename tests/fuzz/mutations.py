@@ -28,7 +28,7 @@ def deep(levels: int) -> Any:
 STRANGE: list[Any] = [None, True, False, 0, -1, 1, 2, 255, 2**31, 2**32, 2**63, 2**70, -2**63, 10**400, 0.5, -0.0, 1e-320,
                       1e308, math.nan, math.inf, -math.inf, "", "a", "lr", "tensor", "value", "pairs", "list", "__class__",
                       "optimizer", "step", "\x00", "é\n. " * 60, [], {}, [[]], [1, 2, 3], {"value": 1}, {"tensor": "x"},
-                      {"list": []}, {"pairs": [[1]]}, deep(60), deep(400)]
+                      {"list": []}, {"pairs": [[1]]}, deep(40), deep(110)]
 
 
 def places(nest: Any) -> list[tuple[Any, Any]]:
