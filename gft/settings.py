@@ -62,4 +62,5 @@ def check_number(name: str, value: Any, least: float, most: float, meaning: str)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise UsageTypeError(f"{name}={shortened(value)}: {meaning}; give a number from {least:g} to {most:g}")
     if not least <= value <= most:
-        raise UsageError(f"{name}={value:g}: {meaning}; give a number from {least:g} to {most:g}")
+        said = f"{value:g}" if abs(value) < 1e300 else shortened(value)
+        raise UsageError(f"{name}={said}: {meaning}; give a number from {least:g} to {most:g}")

@@ -192,6 +192,7 @@ class VoteAccumulator:
         self.recomputed = 0  # those of them that backward itself has run, for activation checkpointing
         self.mean_squares: dict[str, Tensor] = {}  # sums over the backward passes, by the name of the scale
         self._rooms: dict[str, Tensor] = {}  # where they lie, the same each step
+        self._begun: set[str] = set()  # scales that began with these passes: they go, too, if these are forgotten
         self.new_second_moment: Tensor | None = None
         self.flips: Tensor | None = None  # how many levels the moves have changed (int64, on the device)
         self.not_finite: Tensor | None = None  # how many values of grad_output were NaN or inf, ever (likewise)
@@ -394,6 +395,7 @@ class VoteAccumulator:
         if getattr(self, which) is None:  # the first batch: its own scale is needed at once
             ops.take_mean(*mean)
             setattr(self, which, self._rooms[which].sqrt())
+            self._begun.add(which)
             return None
         return mean
 
@@ -415,7 +417,11 @@ class VoteAccumulator:
         self.votes = None
 
     def discard(self) -> None:
-        """Forget the votes cast since the last step."""
+        """Forget the votes cast since the last step. A first batch that is forgotten leaves no scale behind: where a loss
+        scaler skips it because it overflowed, all of them would be 0."""
+        for which in self._begun:
+            self.set_scale(which, None)
+        self._begun.clear()
         self.drop_votes()
         self.tokens = self.samples = self.backwards = self.shared_out = self.pending = self.recomputed = 0
         self.mean_squares.clear()
@@ -489,4 +495,5 @@ def renew(accumulators: Sequence[VoteAccumulator]) -> None:
     if running:
         torch._foreach_copy_(running, new)
     for one in accumulators:
+        one._begun.clear()
         one.discard()

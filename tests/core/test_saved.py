@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from helpers import all_of, hybrid_of, same, train
 from torch import nn
 from torch.optim import lr_scheduler
@@ -98,6 +99,25 @@ def test_scales_of_a_loaded_state_have_memory_of_their_own(trained, batches):
     assert bool((saved["optimizers"][0]["state"][0]["x_rms"] == 1).all())
     saved["optimizers"][0]["state"][0]["x_rms"] = before["optimizers"][0]["state"][0]["x_rms"]
     assert same(saved["optimizers"][0], before["optimizers"][0])  # a snapshot, which two steps have not changed
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("value", [math.nan, -2.0, 1.0])
+def test_what_torch_distributed_checkpoint_reads_is_looked_at_before_it_counts(value, trained, tmp_path):
+    """It reads into the tensors that a state_dict has; those are copies."""
+    model, optimizer = trained
+    part = optimizer.optimizers[0]
+    before = all_of(model, optimizer)
+    damaged = part.state_dict()
+    damaged["state"][1]["grad_rms"].fill_(value)
+    dcp.save({"optimizer": damaged}, checkpoint_id=tmp_path)
+    if value == 1.0:
+        dcp.load({"optimizer": part}, checkpoint_id=tmp_path)
+        assert bool((part.state[part.param_groups[0]["params"][1]]["grad_rms"] == 1).all())
+    else:
+        with pytest.raises(UsageError, match="grad_rms with negative or not finite"):
+            dcp.load({"optimizer": part}, checkpoint_id=tmp_path)
+        assert same(all_of(model, optimizer), before)
 
 
 # ---------------------------------------------------------------------------------------------------- torch's optimizers

@@ -73,7 +73,8 @@ def damaged_nest(nest: Any, random: Random, strange: list[Any] | None = None) ->
         elif kind == 5:
             container[key] = random.choice(([value], {"list": [value]}, {"a": value}, [value, value]))
         elif kind == 6 and isinstance(value, (int, float)):
-            container[key] = random.choice((value + 1, -value, value * 2, float(min(value, 1e308)), str(value), value * 1e6))
+            near = value if abs(value) < 1e300 else 1
+            container[key] = random.choice((value + 1, -value, value * 2, float(near), str(value), near * 1e6))
         elif kind == 7 and isinstance(value, str):
             container[key] = random.choice((value[1:], value * 2, value.upper(), value + "\n", 1))
         else:
