@@ -1,6 +1,7 @@
 # make demo   set up, then train three networks on embedded data and show them side by side
 # make test   set up, then lint, type-check and run every test (CPU only), the core's first
 # make core   the core's tests alone, in about a minute
+# make fuzz     damage a million checkpoints, states and configs: about an hour
 # make torture  kill runs 200 times, mutate a million data files, train 100,000 steps: about half an hour
 # make docs   build the documentation's site into site/
 # make dist   build wheel and sdist, check them, and train with the wheel in an empty environment
@@ -8,9 +9,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-TIERS := $(wildcard tests/kernels tests/distributed tests/lab tests/export tests/integrations tests/examples)
+TIERS := $(wildcard tests/kernels tests/distributed tests/lab tests/export tests/integrations tests/examples tests/fuzz)
 
-.PHONY: demo test core lint torture docs dist clean
+.PHONY: demo test core lint torture fuzz docs dist clean
 
 # The demo needs little; tests, site and packages need every trainer and format.
 $(VENV)/.lab: pyproject.toml constraints.txt
@@ -34,6 +35,9 @@ core: $(VENV)/.installed
 
 test: lint core
 	$(BIN)/pytest -n 2 $(TIERS)
+
+fuzz: $(VENV)/.installed
+	$(BIN)/python tests/fuzz/fuzz.py --inputs 1000000
 
 torture: $(VENV)/.installed
 	$(BIN)/python tests/torture.py kills --kills 200

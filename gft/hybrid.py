@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from gft.errors import UsageError, UsageTypeError
 from gft.layers import layer_of
 from gft.optim import GFT
+from gft.saved import check_optimizer, mapping
 
 
 class Hybrid(Optimizer):
@@ -98,17 +99,17 @@ class Hybrid(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
         """Take over what `state_dict` gave. Nothing is changed if a part refuses its own."""
-        parts = state_dict.get("optimizers")
-        if parts is None or len(parts) != len(self.optimizers):
+        self.check_state_dict(state_dict)
+        for optimizer, part in zip(self.optimizers, state_dict["optimizers"], strict=True):
+            optimizer.load_state_dict(part)
+
+    def check_state_dict(self, state_dict: Any) -> None:
+        """Raise unless each part can take over its own; changes nothing."""
+        parts = mapping(state_dict, "the optimizer's state_dict").get("optimizers")
+        if not isinstance(parts, (list, tuple)) or len(parts) != len(self.optimizers):
             raise UsageError(f"this state_dict is not of a Hybrid of {len(self.optimizers)} optimizers")
-        before = [optimizer.state_dict() for optimizer in self.optimizers]
-        try:
-            for optimizer, part in zip(self.optimizers, parts, strict=True):
-                optimizer.load_state_dict(part)
-        except ValueError:
-            for optimizer, part in zip(self.optimizers, before, strict=True):
-                optimizer.load_state_dict(part)
-            raise
+        for optimizer, part in zip(self.optimizers, parts, strict=True):
+            check_optimizer(optimizer, part)
 
 
 def _momentum_of(optimizers: tuple[Optimizer, ...]) -> dict[str, float]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gft.errors import UsageError, UsageTypeError
+from gft.errors import UsageError, UsageTypeError, shortened
 from gft.storage import check_bits, largest_level
 
 # The spacing a of the 2I+1 levels that loses least (mean square) of a standard Gaussian; the tests recompute it.
@@ -33,7 +33,8 @@ def groups_a_row(scales: str | int, columns: int) -> int | None:
     if scales == "row":
         return 1
     if isinstance(scales, bool) or not isinstance(scales, int) or scales < 1:
-        raise UsageError(f'scales={scales!r}: choose "tensor", "row", or how many weights of a row share a scale, as 64')
+        raise UsageError(f'scales={shortened(scales)}: choose "tensor", "row", or how many weights of a row share a scale, '
+                         "as 64")
     if columns % scales:
         raise UsageError(f'scales={scales} does not divide a row of {columns} weights; choose scales="row", a number that '
                          "does, or leave this layer out with filter_fn")

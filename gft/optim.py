@@ -31,11 +31,12 @@ from gft.distributed import (
     ranks_of,
     sum_over,
 )
-from gft.errors import UsageError, UsageTypeError
+from gft.errors import UsageError, UsageTypeError, shortened
 from gft.layers import QuantLayer, layer_of
 from gft.replay import StepGraph
 from gft.rules import Part, Rounding, Rule, TopK, WeightStep
 from gft.rules.orthogonalize import BOUND
+from gft.saved import is_number, is_plain, mapping, saved_groups, whole_number
 from gft.settings import check_choice
 from gft.sharding import (
     check_sharding,
@@ -48,7 +49,7 @@ from gft.sharding import (
     scatter_of,
 )
 from gft.storage import Storage
-from gft.votes import Int8, Sign, Vote, VoteAccumulator, renew
+from gft.votes import Int8, Sign, Vote, VoteAccumulator, check_running, renew, running_lengths
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 # The paper's algorithm, as docs/paper.md reads it: k = 0.75 falling linearly to 0 (by a scheduler), one vote a sample.
 PAPER: Mapping[str, Any] = MappingProxyType({"lr": 0.75, "rule": TopK(p_min=0.001), "vote": Sign(per="sequence")})
 
+SETTINGS = ("lr", "rule", "vote", "seed", "in_backward", "step", "wire")  # of a group
 RUNNING = ("x_rms", "grad_rms", "second_moment")  # what of an accumulator the state_dict keeps
 GPU_STEPS_BETWEEN_REPORTS = 100
 
@@ -131,6 +133,9 @@ class GFT(Optimizer):
         if weight.is_meta:
             raise UsageError("a weight to train is on the meta device, without values; load them first, by load_state_dict "
                              "with assign=True or without offloading")
+        if weight.is_inference():
+            raise UsageError("a weight to train was made in torch.inference_mode, which lets nobody change it outside; "
+                             "build and quantize the model outside of it")
         rule.storage_for(layer.storage)
         if self._taken(layer):
             gc.collect()  # a scheduler keeps a deleted optimizer alive until then
@@ -219,6 +224,7 @@ class GFT(Optimizer):
         for votes in self._accumulators.values():
             votes.discard()
 
+    @torch.inference_mode(False)  # whose tensors could not be changed in place outside of it
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Move the weights by the votes cast since the last step."""
@@ -380,40 +386,77 @@ class GFT(Optimizer):
         """torch's, with plain numbers and strings in the groups: also where a GPU counts the steps, and of the rules.
 
         Each weight has all that there can be of it, -1 for what there is not yet: torch.distributed.checkpoint reads into
-        tensors that are there, and leaves out the others.
+        tensors that are there, and leaves out the others. They are copies: what is read into them is looked at by
+        load_state_dict before it counts, and the next step does not change them.
         """
         state = super().state_dict()
         for number, votes in enumerate(self._accumulators.values()):
             layer = votes.layer()
             if layer is not None:
-                state["state"][number] = _with_room(state["state"].get(number, {}), layer)
+                state["state"][number] = _with_room(_copied(state["state"].get(number, {})), layer)
         for group in state["param_groups"]:
             group["step"] = int(group["step"])
             group["rule"], group["vote"] = group["rule"].to_dict(), group["vote"].to_dict()
         return state
 
+    @torch.inference_mode(False)  # whose tensors could not be changed in place outside of it
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` gave. Nothing is changed if it does not fit."""
-        groups = [self._read_group(group) for group in state_dict["param_groups"]]
-        if any(weight not in state_dict["state"] for group in groups for weight in group["params"]):
-            raise UsageError("this optimizer state_dict has no state of some of its weights, which torch's "
-                             "set_optimizer_state_dict leaves out where they ask for no gradient; give the optimizer itself "
-                             "to torch.distributed.checkpoint (docs/scaling.md)")
+        checked = self._read(state_dict)
         before = super().state_dict()
         try:
-            super().load_state_dict({**state_dict, "param_groups": groups})
-        except UsageError:
+            super().load_state_dict(checked)
+        except UsageError:  # of what a hook has made of it
             super().load_state_dict(before)
             raise
 
-    @staticmethod
-    def _read_group(group: Mapping[str, Any]) -> dict[str, Any]:
+    def check_state_dict(self, state_dict: Any) -> None:
+        """Raise unless `load_state_dict` can take this over; changes nothing."""
+        self._read(state_dict)
+
+    def _read(self, state_dict: Any) -> dict[str, Any]:
+        """A state_dict as torch takes it, its tensors copied, once all of it has been looked at."""
+        groups, states, layers = [], {}, []
+        for own, saved in saved_groups(self, state_dict):
+            group = self._read_group(saved)
+            check_settings({**group, "params": own["params"]}, self.ranks)
+            groups.append(group)
+            for number, weight in zip(group["params"], own["params"], strict=True):
+                layer = layer_of(weight)
+                if layer is None:
+                    raise UsageError("the layers whose weights this optimizer trains are gone; build a new optimizer from "
+                                     "gft.quantized(model) and give it this state_dict")
+                group["rule"].storage_for(layer.storage)
+                layers.append((number, layer))
+        if any(number not in state_dict["state"] for number, _ in layers):
+            raise UsageError("this optimizer state_dict has no state of some of its weights, which torch's "
+                             "set_optimizer_state_dict leaves out where they ask for no gradient; give the optimizer itself "
+                             "to torch.distributed.checkpoint (docs/scaling.md)")
+        for number, layer in layers:
+            states[number] = _read_state(mapping(state_dict["state"][number], "the state of a weight"), layer)
+        numbers = [state["number"] for state in states.values() if "number" in state]
+        if len(set(numbers)) < len(numbers):
+            raise UsageError("two weights in the optimizer's state_dict have one number and would draw the same random "
+                             "numbers; load a state_dict that is not damaged")
+        return {**state_dict, "param_groups": groups, "state": states}
+
+    def _read_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(group.get("vote"), (Mapping, Vote)) or not isinstance(group.get("rule"), (Mapping, Rule)):
             raise UsageError("this optimizer state_dict is of a version of gft with other settings, or of another "
                              "optimizer; load the model alone and start a new optimizer")
         rule, vote = group["rule"], group["vote"]
-        return {**group, "rule": rule if isinstance(rule, Rule) else Rule.from_dict(dict(rule)),
-                "vote": vote if isinstance(vote, Vote) else Vote.from_dict(dict(vote))}
+        group = {"wire": self.defaults["wire"], **group,  # of a time when there was no choice of it
+                 "rule": rule if isinstance(rule, Rule) else Rule.from_dict(dict(rule)),
+                 "vote": vote if isinstance(vote, Vote) else Vote.from_dict(dict(vote))}
+        missing = [name for name in SETTINGS if name not in group]
+        if missing:
+            raise UsageError(f"the optimizer's state_dict has no {missing[0]}; load one that is not damaged")
+        whole_number(group["step"], "the step of a param group", 2**32 - 1)
+        check_choice("in_backward", group["in_backward"], (False, True))
+        if any(not isinstance(key, str) for key in group):
+            raise UsageError("a param group in the optimizer's state_dict has settings without a name; load one that is not "
+                             "damaged")
+        return group
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle. A group cannot be pickled: whoever reads this goes on in the default one, or alone if it was alone."""
@@ -430,17 +473,45 @@ class GFT(Optimizer):
             self._attach(group)
 
 
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+
+
+def _read_state(saved: Mapping[str, Any], layer: QuantLayer) -> dict[str, Any]:
+    """The saved state of a layer's weight, looked at number by number. What of it kernels and steps will use is copied, in
+    memory of its own and one number after the other."""
+    state, shape = dict(saved), (layer.rows, layer.columns)
+    for name, length in running_lengths(layer.inputs, shape, layer.outputs).items():
+        if (scale := state.pop(name, None)) is None:
+            continue
+        check_running(name, scale.abs() if _is_room(scale) else scale, length, shape)
+        if not _is_room(scale):
+            state[name] = scale.detach().clone(memory_format=torch.contiguous_format)
+    for name in ("flips", "last_flips"):
+        if name in state:
+            flips = state[name]
+            if not (isinstance(flips, Tensor) and is_plain(flips) and flips.dtype is torch.int64 and flips.dim() == 0):
+                raise UsageError(f"the optimizer's state has {name} that are {shortened(flips)} where one int64 belongs; "
+                                 "load a state_dict that is not damaged")
+            state[name] = flips.clone()
+    if "number" in state:
+        whole_number(state["number"], "the number of a layer in the optimizer's state", 2**30)
+    return state
+
+
 def _with_room(state: Mapping[str, Any], layer: QuantLayer) -> dict[str, Any]:
     """A weight's state, with room for what a checkpoint may hold of it."""
-    lengths = zip(RUNNING, (layer.inputs, layer.outputs, layer.rows + layer.columns + 1), strict=True)
+    lengths = running_lengths(layer.inputs, (layer.rows, layer.columns), layer.outputs)
     device = layer.qweight.device
-    room: dict[str, Any] = {name: torch.full((length,), -1.0, device=device) for name, length in lengths}
+    room: dict[str, Any] = {name: torch.full((length,), -1.0, device=device) for name, length in lengths.items()}
     room |= {name: torch.zeros((), dtype=torch.int64, device=device) for name in ("flips", "last_flips")}
     return room | dict(state)
 
 
 def _is_room(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and value.numel() > 0 and bool((value == -1).all())
+    """Is it what `_with_room` puts where there is nothing?"""
+    floats = isinstance(value, Tensor) and is_plain(value) and value.is_floating_point()
+    return floats and value.numel() > 0 and bool((value == -1).all())
 
 
 def _refuse_loose_settings(group: Mapping[str, Any]) -> None:
@@ -457,11 +528,13 @@ def check_settings(group: Mapping[str, Any], ranks: Ranks = ALONE) -> None:
     """Raise a one-sentence error for a setting no rule can work with."""
     rule = Rule.check(group["rule"], "rule")
     Vote.check(group["vote"], "vote")
-    if not (isinstance(group["lr"], Tensor) and group["lr"].is_cuda):  # to look would make the host wait
-        rule.check_lr(float(group["lr"]))
+    lr: Any = group["lr"]
+    if not (isinstance(lr, Tensor) and lr.is_cuda):  # to look would make the host wait
+        number: Any = float(lr) if is_number(lr) else lr
+        rule.check_lr(number)
     seed = group["seed"]
     if isinstance(seed, bool) or not (isinstance(seed, int) and 0 <= seed < 2**64):
-        raise UsageError(f"seed={seed!r}: give an integer from 0 to 2^64 - 1")
+        raise UsageError(f"seed={shortened(seed)}: give an integer from 0 to 2^64 - 1")
     check_choice("wire", group["wire"], ("int32", "int8"))
     if group["wire"] == "int8" and not all(map(is_sharded, group["params"])):
         raise UsageError('wire="int8" is for weights that fully_shard has shared out over ranks; leave it out')

@@ -6,7 +6,7 @@ A setting is written into a state_dict as plain numbers and strings, so nothing 
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from gft.errors import UsageError, UsageTypeError
+from gft.errors import UsageError, UsageTypeError, one_line, shortened
 
 S = TypeVar("S", bound="Setting")
 
@@ -22,19 +22,19 @@ class Setting:
     @classmethod
     def from_dict(cls: type[S], saved: dict[str, Any]) -> S:
         """The inverse of `to_dict`, among the subclasses of this class."""
-        fields = dict(saved)
+        fields = {str(key): value for key, value in saved.items()}
         name = fields.pop("name", None)
         known = {kind.__name__: kind for kind in cls.kinds()}
-        if name not in known:
-            raise UsageError(f"{name!r} is not a {cls.__name__} this version of gft knows ({', '.join(known)}); import the "
-                             "module that defines it first")
+        if not isinstance(name, str) or name not in known:
+            raise UsageError(f"{shortened(name)} is not a {cls.__name__} this version of gft knows ({', '.join(known)}); "
+                             "import the module that defines it first")
         try:
             return known[name](**fields)
         except UsageError:  # a value, of whatever type: its own message names it
             raise
         except TypeError:
             raise UsageError(f"{name} has other settings in this version of gft than in the state_dict "
-                             f"({', '.join(fields)}); make a new optimizer") from None
+                             f"({one_line(', '.join(fields))}); make a new optimizer") from None
 
     @classmethod
     def kinds(cls: type[S]) -> list[type[S]]:
@@ -47,18 +47,20 @@ class Setting:
         if isinstance(given, cls) and type(given) is not cls:
             return given
         choices = " or ".join(f"gft.{kind.__name__}()" for kind in cls.kinds() if kind.__module__.startswith("gft."))
-        raise UsageTypeError(f"{argument}={given!r}: give {choices}")
+        said = repr(given) if isinstance(given, (Setting, type)) else shortened(given)
+        raise UsageTypeError(f"{argument}={said}: give {choices}")
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
     """Raise unless `value` is one of the choices, and of its type: 1 is not True."""
-    if not any(value == choice and type(value) is type(choice) for choice in choices):
-        raise UsageError(f"{name}={value!r}: choose one of {', '.join(map(repr, choices))}")
+    if not any(type(value) is type(choice) and value == choice for choice in choices):
+        raise UsageError(f"{name}={shortened(value)}: choose one of {', '.join(map(repr, choices))}")
 
 
 def check_number(name: str, value: Any, least: float, most: float, meaning: str) -> None:
     """Raise unless `value` is a number from least to most (most itself included)."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise UsageTypeError(f"{name}={value!r}: {meaning}; give a number from {least:g} to {most:g}")
+        raise UsageTypeError(f"{name}={shortened(value)}: {meaning}; give a number from {least:g} to {most:g}")
     if not least <= value <= most:
-        raise UsageError(f"{name}={value:g}: {meaning}; give a number from {least:g} to {most:g}")
+        said = f"{value:g}" if abs(value) < 1e300 else shortened(value)
+        raise UsageError(f"{name}={said}: {meaning}; give a number from {least:g} to {most:g}")

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gft.errors import UsageError, UsageTypeError
+from gft.errors import UsageError, UsageTypeError, shortened
 
 MIN_BITS, MAX_BITS = 2, 8
 ENCODING = 2  # version of what `Storage.code` writes
@@ -32,9 +32,9 @@ ENCODING = 2  # version of what `Storage.code` writes
 def check_bits(bits: int) -> int:
     """`bits`, or an error that says which numbers of bits there are."""
     if isinstance(bits, bool) or not isinstance(bits, int):
-        raise UsageTypeError(f"bits={bits!r}: give an integer from {MIN_BITS} to {MAX_BITS}")
+        raise UsageTypeError(f"bits={shortened(bits)}: give an integer from {MIN_BITS} to {MAX_BITS}")
     if not MIN_BITS <= bits <= MAX_BITS:
-        raise UsageError(f"bits={bits}: a symmetric grid needs {MIN_BITS} to {MAX_BITS} bits")
+        raise UsageError(f"bits={shortened(bits)}: a symmetric grid needs {MIN_BITS} to {MAX_BITS} bits")
     return bits
 
 
@@ -119,6 +119,13 @@ class Storage:
     def dtype(self) -> torch.dtype:
         return torch.int8 if self.memory else torch.uint8
 
+    def holds(self, stored: Tensor, older: bool = False) -> bool:
+        """Can all these bytes be weights of this storage? Older: of a time when packed levels left spare bits unused."""
+        if self.memory:
+            return bool((stored >= self.lowest).all()) and bool((stored <= self.limit).all())
+        mask, most = (1 << self.field_bits) - 1, 2 * self.largest if older else self.limit - self.lowest
+        return all(bool((stored >> shift & mask <= most).all()) for shift in range(0, 8, self.field_bits))
+
     def bytes_per_row(self, columns: int) -> int:
         """Bytes a row of `columns` weights takes. Rows start on a byte of their own."""
         return -(-columns * self.field_bits // 8)
@@ -198,8 +205,10 @@ class Storage:
         return [ENCODING, self.bits, int(self.memory), int(self.inertia)]
 
     @staticmethod
-    def from_code(code: list[int]) -> "Storage":
+    def from_code(code: list[int] | None) -> "Storage":
         """The inverse of `code`. Older files have [bits, memory] or [bits, 0, spare bits], always with inertia."""
+        if code is None or not all(type(number) is int for number in code):
+            raise UsageError("the weight is not said how to be read: its _extra_state is no row of a few whole numbers")
         if len(code) == 4 and code[0] == ENCODING:
             return Storage(code[1], bool(code[2]), bool(code[3]))
         if len(code) in (2, 3) and (len(code) == 2 or not code[1]):

@@ -203,6 +203,7 @@ class VoteAccumulator:
         self.recomputed = 0  # those of them that backward itself has run, for activation checkpointing
         self.mean_squares: dict[str, Tensor] = {}  # sums over the backward passes, by the name of the scale
         self._rooms: dict[str, Tensor] = {}  # where they lie, the same each step
+        self._begun: set[str] = set()  # scales that began with these passes: they go, too, if these are forgotten
         self.new_second_moment: Tensor | None = None
         self.flips: Tensor | None = None  # how many levels the moves have changed (int64, on the device)
         self.not_finite: Tensor | None = None  # how many values of grad_output were NaN or inf, ever (likewise)
@@ -421,6 +422,7 @@ class VoteAccumulator:
         if getattr(self, which) is None:  # the first batch: its own scale is needed at once
             ops.take_mean(*mean)
             setattr(self, which, self._rooms[which].sqrt())
+            self._begun.add(which)
             return None
         return mean
 
@@ -443,26 +445,39 @@ class VoteAccumulator:
         self.votes = None
 
     def discard(self) -> None:
-        """Forget the votes cast since the last step."""
+        """Forget the votes cast since the last step. A first batch that is forgotten leaves no scale behind: where a loss
+        scaler skips it because it overflowed, all of them would be 0."""
+        for which in self._begun:
+            self.set_scale(which, None)
+        self._begun.clear()
         self.drop_votes()
         self.tokens = self.samples = self.backwards = self.shared_out = self.pending = self.recomputed = 0
         self.mean_squares.clear()
 
     def check_state(self, inputs: int, shape: tuple[int, int], outputs: int | None = None) -> None:
-        """Raise unless the running scales fit a weight of this shape: kernels read them without looking."""
-        rows, columns = shape
-        for name, length in (("x_rms", inputs), ("grad_rms", rows if outputs is None else outputs),
-                             ("second_moment", rows + columns + 1)):
-            scale = getattr(self, name)
-            if scale is None:
-                continue
-            if not isinstance(scale, Tensor) or scale.dtype is not torch.float32 or tuple(scale.shape) != (length,):
-                found = f"{scale.dtype} of shape {tuple(scale.shape)}" if isinstance(scale, Tensor) else type(scale).__name__
-                raise UsageError(f"the optimizer's state has a {name} that is {found}, where a weight of shape {shape} "
-                                 f"needs float32 of shape ({length},); load the state_dict of an optimizer over this model")
-            if not bool(((scale >= 0) & torch.isfinite(scale)).all()):
-                raise UsageError(f"the optimizer's state has a {name} with negative or not finite numbers; load a "
-                                 "state_dict that is not damaged")
+        """Raise unless the running scales fit a weight of this shape. Here they enter: kernels that read them, a GPU's
+        above all, look at no numbers."""
+        for name, length in running_lengths(inputs, shape, outputs).items():
+            if (scale := getattr(self, name)) is not None:
+                check_running(name, scale, length, shape)
+
+
+def running_lengths(inputs: int, shape: tuple[int, int], outputs: int | None = None) -> dict[str, int]:
+    """How many numbers each running scale of a weight has."""
+    rows, columns = shape
+    return {"x_rms": inputs, "grad_rms": rows if outputs is None else outputs, "second_moment": rows + columns + 1}
+
+
+def check_running(name: str, scale: Any, length: int, shape: tuple[int, int]) -> None:
+    """Raise unless a running scale has that many numbers that it can have, for a weight of this shape."""
+    plain = isinstance(scale, Tensor) and scale.layout is torch.strided and not scale.is_meta
+    if not plain or scale.dtype is not torch.float32 or tuple(scale.shape) != (length,):
+        found = f"{scale.dtype} of shape {tuple(scale.shape)}" if isinstance(scale, Tensor) else type(scale).__name__
+        raise UsageError(f"the optimizer's state has a {name} that is {found}, where a weight of shape {shape} needs "
+                         f"float32 of shape ({length},); load the state_dict of an optimizer over this model")
+    if not bool(((scale >= 0) & torch.isfinite(scale)).all()):
+        raise UsageError(f"the optimizer's state has a {name} with negative or not finite numbers; load a state_dict that "
+                         "is not damaged")
 
 
 def _repeated(factors: Tensor, rows: slice, shape: torch.Size, all_rows: int) -> Tensor:  # (columns,)
@@ -501,4 +516,5 @@ def renew(accumulators: Sequence[VoteAccumulator]) -> None:
     if running:
         torch._foreach_copy_(running, new)
     for one in accumulators:
+        one._begun.clear()
         one.discard()

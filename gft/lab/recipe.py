@@ -18,12 +18,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from gft.errors import UsageError
+from gft.errors import UsageError, shortened
 from gft.lab import baselines
 from gft.lab import data as datasets
 from gft.lab.models.dnn import ACTIVATIONS, NORMS
 from gft.lab.models.vit import POSITIONS
-from gft.lab.records import is_number, short_repr
+from gft.lab.records import is_number
 
 LAYERS = ("none", "hidden", "all", "mlp", "blocks")
 WIDEST, DEEPEST = 2**16, 1000  # a network; more is a slip of the hand, or a config that means to fill the memory
@@ -32,21 +32,21 @@ WIDEST, DEEPEST = 2**16, 1000  # a network; more is a slip of the hand, or a con
 def _choose(part: Any, **choices: Sequence[Any]) -> None:
     for key, allowed in choices.items():
         if getattr(part, key) not in allowed:
-            raise UsageError(f"{key}={getattr(part, key)!r}: choose one of {', '.join(map(str, allowed))}")
+            raise UsageError(f"{key}={shortened(getattr(part, key))}: choose one of {', '.join(map(str, allowed))}")
 
 
 def _at_least(part: Any, **least: float) -> None:
     for key, bound in least.items():
         value = getattr(part, key)
         if value is not None and not value >= bound:
-            raise UsageError(f"{key}={value}: give at least {bound:g}")
+            raise UsageError(f"{key}={shortened(value)}: give at least {bound:g}")
 
 
 def _shares(part: Any, *keys: str) -> None:
     for key in keys:
         value = getattr(part, key)
         if value is not None and not 0 <= value < 1:
-            raise UsageError(f"{key}={value}: give a number from 0 up to, but not including, 1")
+            raise UsageError(f"{key}={shortened(value)}: give a number from 0 up to, but not including, 1")
 
 
 # ---------------------------------------------------------------------------------------------------- the parts
@@ -143,11 +143,12 @@ class Integers:
         _at_least(self, lr=0, threshold=0, attention_lr=0, bop_threshold=0)
         _shares(self, "inertia", "attention_inertia")
         if self.p_min is not None and not 0 <= self.p_min <= 1:
-            raise UsageError(f"p_min={self.p_min}: a probability lies between 0 and 1")
+            raise UsageError(f"p_min={shortened(self.p_min)}: a probability lies between 0 and 1")
         if self.layers != "none" and not 2 <= self.bits <= 8:
-            raise UsageError(f"bits={self.bits}: integer layers have 2 to 8 bits")
+            raise UsageError(f"bits={shortened(self.bits)}: integer layers have 2 to 8 bits")
         if self.scales not in ("tensor", "row") and not self.scales.isdecimal():
-            raise UsageError(f"scales={self.scales}: choose tensor, row, or how many weights of a row share a scale, as 64")
+            raise UsageError(f"scales={shortened(self.scales)}: choose tensor, row, or how many weights of a row share a "
+                             "scale, as 64")
         if self.layers != "none" and self.method == "gft":
             self._refuse_unused()
         elif self.scales != "tensor":
@@ -298,12 +299,12 @@ def _typed(kind: type, values: Mapping[str, Any], prefix: str) -> dict[str, Any]
     hints = get_type_hints(kind)
     for key, value in values.items():
         if key not in hints:
-            raise UsageError(f"the config has a setting {prefix}{short_repr(key)} that this gft does not know; use the gft "
+            raise UsageError(f"the config has a setting {prefix}{shortened(key)} that this gft does not know; use the gft "
                              "it was made by, or train anew")
         allowed = get_args(hints[key]) or (hints[key],)
         if not any(_is_of(one, value) for one in allowed):
             wanted = " or ".join("none" if one is type(None) else one.__name__ for one in allowed)
-            raise UsageError(f"the config's {prefix}{key} should be of type {wanted} and is {short_repr(value)}; restore "
+            raise UsageError(f"the config's {prefix}{key} should be of type {wanted} and is {shortened(value)}; restore "
                              "config.json, or train anew")
     return dict(values)
 

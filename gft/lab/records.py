@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from gft.errors import UsageError
+from gft.errors import UsageError, shortened
 from gft.files import write_text
 
 LARGEST_NUMBER = 1e300  # beyond it sums and squares of a report would overflow
@@ -113,7 +113,7 @@ def checked(value: Any, name: str, kinds: Kinds) -> dict[str, Any]:
         if field not in value and otherwise == "if any":
             continue
         if not (field in value and (TESTS[what](value[field]) or (otherwise and value[field] is None))):
-            raise UsageError(f"{name}: {field} should be {kind} and is {short_repr(value.get(field))}; mend or delete it")
+            raise UsageError(f"{name}: {field} should be {kind} and is {shortened(value.get(field))}; mend or delete it")
     return value
 
 
@@ -121,15 +121,8 @@ def checked_result(value: Any, name: str) -> dict[str, Any]:
     """A run's result with all that tables are made of."""
     result = checked(value, name, RESULT)
     if result["metric"] not in METRICS:
-        raise UsageError(f"{name}: metric is {short_repr(result['metric'])}; it should be one of {', '.join(METRICS)}")
+        raise UsageError(f"{name}: metric is {shortened(result['metric'])}; it should be one of {', '.join(METRICS)}")
     if not all(isinstance(point, list) and len(point) == 2 and all(map(is_number, point)) for point in
                result.get("curve") or ()):
         raise UsageError(f"{name}: curve should list pairs of a step and a value; mend or delete it")
     return result
-
-
-def short_repr(value: Any) -> str:
-    """A value of a file for a message: on one line, cut where it is long."""
-    text = repr(value) if isinstance(value, (str, float, bool, type(None))) else type(value).__name__ if isinstance(
-        value, (list, dict)) or not is_number(value) else str(value)
-    return text if len(text) <= 40 else text[:37] + "..."

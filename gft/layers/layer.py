@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from gft import ops
 from gft.errors import UsageError, UsageTypeError
 from gft.initialize import STARTS, fitted_scale, groups_a_row, in_levels, kept_scale, scale_of
+from gft.layers import reading
 from gft.layers.registry import register
 from gft.product import CompiledProduct, Product, handle_of, kept_as
 from gft.sharding import all_rows, handed_out, is_sharded, of_first_rank, own_rows
@@ -245,9 +246,21 @@ class QuantLayer(nn.Module):
     def bits(self) -> int:
         return self.storage.bits
 
+    @bits.setter
+    def bits(self, _: Any) -> None:
+        self._refuse_other_storage("bits")
+
     @property
     def memory(self) -> bool:
         return self.storage.memory
+
+    @memory.setter
+    def memory(self, _: Any) -> None:
+        self._refuse_other_storage("memory")
+
+    def _refuse_other_storage(self, setting: str) -> None:
+        raise UsageError(f"{setting} of {self.name or self} is how its integers are stored, which cannot be set; build the "
+                         f"layer anew, or call gft.dequantize_ and gft.quantize_(…, {setting}=…)")
 
     def levels(self) -> Tensor:
         """The integer weights, int8, in the shape of the float layer's."""
@@ -312,8 +325,8 @@ class QuantLayer(nn.Module):
             # Cast here, where autocast is known: the operator runs outside of it.
             x = x.to(self.product_dtype(x))
             y = CompiledProduct.apply(x, self._anchor, stored, inside, self._handle, self.geometry, kept_as(self, x.shape))
-        elif casts is None and not (x.requires_grad or (self.training and not self.frozen)):
-            y = self.scaled_product(x, inside)
+        elif casts is None and (stored.is_inference() or not (x.requires_grad or (self.training and not self.frozen))):
+            y = self.scaled_product(x, inside)  # what was made in inference_mode cannot be kept for backward, nor trained
         else:
             y = Product.apply(x, self._anchor, stored, inside, self)
         if log_gain is not None and inside is None:
@@ -369,6 +382,9 @@ class QuantLayer(nn.Module):
         version = scale_version(scale)
         if last is None or last[0] is not scale or last[1] != version:
             number = float(scale) if scale.dim() == 0 else float(scale.double().square().mean().sqrt())
+            if not (number > 0 and math.isfinite(number)):
+                raise UsageError(f"the scale of {self.name or self} is {number:g}; it must be a number above 0, as "
+                                 "set_scale_ takes it")
             last = self._read_scale = scale, version, number
         return last[2]
 
@@ -417,15 +433,24 @@ class QuantLayer(nn.Module):
 
     def set_extra_state(self, state: Tensor) -> None:
         """What _load_from_state_dict has read already, before anything was copied; a loader that sets tensors one by one,
-        as transformers' does, calls this alone."""
-        self.storage = self._storage_of(state, type(self).__name__)
+        as transformers' does, calls this alone, and `check_loaded` in the end."""
+        self.storage = reading.storage_of(self, state, type(self).__name__)
+
+    def check_loaded(self, name: str) -> None:
+        """Raise unless what a loader has put here, tensor by tensor, is a weight of this layer and its scales."""
+        shape, scale = (self.rows, self.storage.bytes_per_row(self.columns)), self.scale
+        if tuple(self.qweight.shape) != shape or self.qweight.dtype is not self.storage.dtype or (
+                scale.dim() and (scale.dim() != 2 or len(scale) != self.rows or self.columns % max(scale.shape[1], 1))):
+            raise UsageError(f"{name}: the file holds a weight of shape {tuple(self.qweight.shape)} and scales of shape "
+                             f"{tuple(scale.shape)} where {shape} are needed and scales that divide its rows; it is damaged")
+        reading.check_state(self, {f"{name}.qweight": self.qweight.detach(), f"{name}.scale": scale}, f"{name}.")
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        if prefix + "weight" in state_dict:  # of a float layer, which is refused, or of a time when integers had this name
-            weight = state_dict.pop(prefix + "weight")
-            if weight.dim() > 1:  # else what integrations/hf puts there to be refused by float layers
-                state_dict[prefix + "qweight"] = weight
-        self._take_scale_of(state_dict, prefix)
+        reading.rename(state_dict, prefix)
+        reading.check_state(self, state_dict, prefix)
+        scale = state_dict.get(prefix + "scale")
+        if scale is not None and scale.dtype != self.scale.dtype:  # the type in which they are kept is taken over
+            self.scale = self.scale.to(scale.dtype)
         if prefix + "qweight" in state_dict:
             state_dict[prefix + "qweight"] = self._as_this_layer(state_dict, prefix)
             if self.log_gain is not None:  # of a time before there were gains, or when they were scalars
@@ -433,30 +458,14 @@ class QuantLayer(nn.Module):
                 state_dict[prefix + "log_gain"] = log_gain if log_gain.dim() else log_gain.view(1)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def _take_scale_of(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Refuse scales of another kind; take over the type in which they are kept."""
-        scale = state_dict.get(prefix + "scale")
-        if scale is None:
-            return
-        if scale.shape != self.scale.shape:
-            raise UsageError(f"{prefix.rstrip('.') or type(self).__name__}: the state_dict holds scales of shape "
-                             f"{tuple(scale.shape)}, this layer {tuple(self.scale.shape)}; build it with the same scales=")
-        if scale.dtype != self.scale.dtype and scale.is_floating_point():
-            self.scale = self.scale.to(scale.dtype)
-
     def _as_this_layer(self, state_dict: dict[str, Any], prefix: str) -> Tensor:
         """The weight in a state_dict, whose encoding this layer takes over: the bytes stay as they were saved, until an
         optimizer whose rule wants another encoding takes its next step."""
-        stored, name = state_dict[prefix + "qweight"], prefix.rstrip(".") or type(self).__name__
-        if stored.dtype != self.qweight.dtype:
-            raise UsageError(
-                f"{name}: the state_dict holds a {stored.dtype} weight, this layer stores {self.qweight.dtype}; load "
-                "float weights into the float model and call gft.quantize_ after, or build the layer with the same memory")
-        code = state_dict.get(prefix + "_extra_state")
+        stored, code = state_dict[prefix + "qweight"], state_dict.get(prefix + "_extra_state")
         if code is None:
             return stored
-        storage = self._storage_of(code, name)
-        if len(code) == 2 and storage.spare_bits:  # of a time when spare bits were left unused
+        storage = reading.storage_of(self, code, prefix)
+        if reading.is_older(code, storage):
             levels = unpack_fields(stored, field_bits(self.bits), storage.largest, self.columns)
             stored = self.storage.store(levels)
         if stored.shape == self.qweight.shape:  # else torch refuses it
@@ -466,14 +475,6 @@ class QuantLayer(nn.Module):
         else:
             state_dict[prefix + "_extra_state"] = self.get_extra_state()
         return stored
-
-    def _storage_of(self, code: Tensor, name: str) -> Storage:
-        """The storage that a file's `_extra_state` tells, if this layer can take it over."""
-        storage = Storage.from_code(code.tolist())
-        if (storage.bits, storage.memory) != (self.bits, self.memory):
-            raise UsageError(f"{name}: the state_dict holds {storage.bits}-bit weights with memory={storage.memory}, this "
-                             f"layer has bits={self.bits}, memory={self.memory}; build it the same way")
-        return storage
 
 
 def require_grad(module: Any, requires_grad: bool) -> Any:

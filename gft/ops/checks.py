@@ -1,6 +1,7 @@
 """What a twin checks before it hands memory to C or Triton, which would read and write whatever lies there.
 
-Shapes, types and devices only: to look at numbers would make the host wait for a GPU. What fails raises UsageError before
+Shapes, types and devices only: to look at numbers would make the host wait for a GPU. What numbers can be is held where they
+enter: running scales by `votes.check_running`, levels and scales by `layers/reading.py`. What fails raises UsageError before
 anything is written.
 """
 

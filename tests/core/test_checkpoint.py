@@ -2,13 +2,14 @@
 
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import safetensors
 import torch
 import torch.nn.functional as F
-from helpers import equal, same
+from helpers import all_of, equal, same
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -16,7 +17,7 @@ from torch import nn
 
 import gft
 from gft import CheckpointError
-from gft.checkpoint import FORMAT, checksum, flatten, read_checkpoint, unflatten
+from gft.checkpoint import FORMAT, OLDER, checksum, flatten, read_checkpoint, unflatten
 from gft.storage import pack_fields
 
 
@@ -155,13 +156,56 @@ def test_checkpoint_of_a_time_before_gains_is_read(tmp_path):
 def test_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path, refuses):
     path = gft.save_checkpoint(tmp_path / "model.safetensors", nn.Sequential(gft.QuantLinear(8, 6, 4, memory=False)))
     others = {"only in the model": nn.Sequential(gft.QuantLinear(8, 6, 4, memory=False), nn.Linear(6, 2)),
-              r"0\.qweight is torch\.uint8 \(6, 4\)": nn.Sequential(gft.QuantLinear(8, 6, 4)),
+              r"0\.qweight is torch\.uint8 of shape \(6, 4\)": nn.Sequential(gft.QuantLinear(8, 6, 4)),
               "4-bit weights": nn.Sequential(gft.QuantLinear(8, 6, 3, memory=False))}  # the same bytes, another meaning
     for match, model in others.items():
         before = [value.clone() for value in model.state_dict().values()]
         with refuses(ValueError, match):
             gft.load_checkpoint(path, model)
         assert equal(list(model.state_dict().values()), before)
+
+
+@pytest.mark.parametrize("other", ["optimizer", "schedule", "later layer"])
+def test_a_checkpoint_that_fits_in_part_changes_no_part(other, run, tiny_net, batches, tmp_path, refuses):
+    """The ordinary case: the right model, and an optimizer with other groups."""
+    path = run.save(tmp_path / "run.safetensors")
+    mine = Run(tiny_net(seed=1, dropout=0.2))
+    mine.train(batches[1:2])
+    if other == "optimizer":
+        mine.optimizer.release()
+        mine.optimizer = gft.Hybrid(gft.GFT([{"params": [one]} for one in gft.quantized(mine.model)]),
+                                    torch.optim.AdamW(gft.dense(mine.model)))
+    elif other == "schedule":
+        mine.scheduler = torch.optim.lr_scheduler.StepLR(mine.optimizer, 3)
+    else:
+        rewritten(path, lambda state: state["block.mlp.2.scale"].fill_(math.nan))
+    before = all_of(mine.model, mine.optimizer), mine.scheduler.state_dict(), torch.get_rng_state()
+    said = {"optimizer": "param groups", "schedule": "StepLR", "later layer": "scales that are NaN"}
+    with refuses(ValueError, said[other]):
+        mine.load(path)
+    assert same((all_of(mine.model, mine.optimizer), mine.scheduler.state_dict(), torch.get_rng_state()), before)
+
+
+def test_checkpoint_of_a_time_when_the_sum_left_out_types_and_shapes_is_read(run, tmp_path):
+    path = run.save(tmp_path / "run.safetensors", step=4)
+    content, tensors = read_checkpoint(path), {}
+    text = json.dumps({key: flatten(value, key, tensors) for key, value in content.items()})
+    save_file(tensors, path, {"format": OLDER, "structure": text, "crc32": str(checksum(tensors, text, OLDER))})
+    assert run.load(path) == {"step": 4}
+
+
+def test_the_sum_knows_types_and_shapes():
+    one = torch.arange(12, dtype=torch.int32)
+    sums = {checksum({"a": tensor}, "") for tensor in (one, one.view(3, 4), one.view(torch.float32), one.view(torch.int8))}
+    assert len(sums) == 4
+
+
+def test_nests_too_deep_to_be_read_again_are_not_written(tmp_path, refuses):
+    nest = []
+    for _ in range(120):
+        nest = [nest]
+    with refuses(ValueError, "nested deeper than 100"):
+        gft.save_checkpoint(tmp_path / "deep.safetensors", nn.Linear(2, 2), nest=nest)
 
 
 # ---------------------------------------------------------------------------------------------------- what is missing
@@ -226,7 +270,7 @@ def test_flipped_byte_in_the_tensors_is_refused(where, run, tmp_path, refuses):
     assert equal(run.snapshot(), before)
 
 
-@pytest.mark.parametrize(("part", "flipped"), [("300", 0), ("pairs", 2), ("crc32", 1), ("gft-checkpoint-1", 4),
+@pytest.mark.parametrize(("part", "flipped"), [("300", 0), ("pairs", 2), ("crc32", 1), ("gft-checkpoint-2", 4),
                                                ("shape", 0)],
                          ids=["the step", "the structure", "the checksum", "the format", "the shapes"])
 def test_flipped_bit_in_the_header_is_refused(part, flipped, run, tmp_path):
@@ -238,6 +282,15 @@ def test_flipped_bit_in_the_header_is_refused(part, flipped, run, tmp_path):
     with pytest.raises(CheckpointError):
         run.load(path)
     assert equal(run.snapshot(), before)
+
+
+def test_what_becomes_of_the_file_later_is_nothing_to_the_run(run, tmp_path):
+    """safetensors maps files into memory: AdamW's moments were the file's own bytes."""
+    path = run.save(tmp_path / "run.safetensors")
+    run.load(path)
+    before = all_of(run.model, run.optimizer)
+    path.write_bytes(bytes(path.stat().st_size))
+    assert same(all_of(run.model, run.optimizer), before)
 
 
 @pytest.mark.parametrize("kept", [0, 5, 300, -1000, -1], ids="{} bytes".format)
@@ -283,6 +336,16 @@ def test_write_that_fails_on_disk_leaves_no_stray_file(run, tmp_path, refuses):
         run.save(path)
     assert [file.name for file in tmp_path.iterdir()] == ["run.safetensors"]
     assert not any(path.iterdir())
+
+
+def test_threads_that_save_to_one_path_leave_one_whole_file(tiny_net, tmp_path):
+    path, models = tmp_path / "run.safetensors", [tiny_net(seed=seed) for seed in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda number: gft.save_checkpoint(path, models[number % 4], number=number % 4), range(40)))
+    loaded = tiny_net(seed=9)
+    number = gft.load_checkpoint(path, loaded)["number"]
+    assert equal(list(loaded.parameters()), list(models[number].parameters()))
+    assert [file.name for file in tmp_path.iterdir()] == ["run.safetensors"]
 
 
 def test_save_replaces_the_old_file_and_moves_no_generator(run, batches, tmp_path, rng_untouched):

@@ -20,7 +20,7 @@ MANY_PARAMETERS = {("convert.py", "quantize_")}
 # From the ground up. A room imports from lower floors only; the modules of one room (a folder) may import each other.
 FLOORS = [
     {"errors", "reference"},
-    {"files", "philox", "storage", "settings"},
+    {"files", "philox", "saved", "storage", "settings"},
     {"ops", "initialize"},
     {"votes"},
     {"rules", "replay"},

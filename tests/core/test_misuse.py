@@ -232,6 +232,107 @@ def test_a_model_made_in_inference_mode_computes_there():
     assert torch.equal(gft.quantize_(model)(x), y)
 
 
+def test_a_model_made_in_inference_mode_computes_outside_as_well_but_is_not_trained(refuses):
+    with torch.inference_mode():
+        model = gft.quantize_(mlp(), scales="row")
+    x = torch.randn(3, 6, requires_grad=True)
+    model[2](model[0](x).relu()).sum().backward()
+    assert x.grad.any()
+    with refuses(ValueError, "made in torch.inference_mode.*outside of it"):
+        gft.GFT(gft.quantized(model))
+
+
+def test_an_optimizer_used_in_inference_mode_goes_on_outside():
+    def trained(mode):
+        torch.manual_seed(4)
+        model = gft.quantize_(mlp())
+        with mode():
+            optimizer = gft.GFT(gft.quantized(model), lr=0.5)
+            optimizer.load_state_dict(optimizer.state_dict())
+            model(torch.randn(3, 6))  # a fresh layer, without a vote so far
+        for _ in range(3):
+            model(torch.randn(3, 6)).sum().backward()
+            with mode():
+                optimizer.step()
+        return [layer.qweight for layer in optimizer.layers()]
+
+    both = zip(trained(torch.inference_mode), trained(torch.no_grad), strict=True)
+    assert all(torch.equal(one, other) for one, other in both)
+
+
+def test_torch_autograd_grad_casts_votes_as_backward_does_until_they_are_forgotten():
+    """torch does not tell a layer whose gradient is asked for. So for adversarial examples: forget them after."""
+    model = gft.quantize_(mlp())
+    optimizer = gft.GFT(gft.quantized(model), lr=0.5)
+    before = [layer.qweight.clone() for layer in optimizer.layers()]
+    x = torch.randn(4, 6, requires_grad=True)
+    torch.autograd.grad(model(x).square().sum(), x)
+    assert all(layer.votes.votes.any() for layer in optimizer.layers())
+    optimizer.zero_grad()
+    optimizer.step()
+    assert all(torch.equal(layer.qweight, old) for layer, old in zip(optimizer.layers(), before, strict=True))
+
+
+# -------------------------------------------------------------------------------------------- settings of a built layer
+
+
+@pytest.mark.parametrize(("name", "value"), [("bits", 2), ("memory", False)])
+def test_how_integers_are_stored_cannot_be_set(name, value, refuses):
+    """The layer, and its state_dict, would say what its bytes are not."""
+    model = gft.quantize_(mlp())
+    before = copy.deepcopy(model.state_dict())
+    with refuses(ValueError, rf"^{name} of 0 is how its integers are stored.*quantize_\(…, {name}=…\)"):
+        setattr(model[0], name, value)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("scales", ["tensor", "row"])
+def test_a_scale_that_is_not_above_0_is_refused_by_steps_and_files(scale, scales, refuses):
+    model = gft.quantize_(mlp(), scales=scales)
+    state = copy.deepcopy(model.state_dict())
+    state["2.scale"] = torch.full_like(state["2.scale"], scale)
+    with refuses(ValueError, "^2: the state_dict holds scales that are NaN, inf, 0 or below"):
+        model.load_state_dict(state)
+    optimizer = gft.GFT(gft.quantized(model))
+    if scales == "row" and scale == -1.0:
+        return  # forward multiplies by them one by one, and a step knows their mean square alone
+    model[0].scale.fill_(scale)
+    before = model[0].qweight.clone()
+    with refuses(ValueError, "the scale of 0 is .* must be a number above 0"):
+        model(torch.randn(3, 6)).sum().backward()
+        optimizer.step()
+    assert torch.equal(model[0].qweight, before)
+
+
+@pytest.mark.parametrize(("bits", "memory", "byte"), [(4, True, 127), (2, False, 255), (3, False, 14), (8, True, -128)])
+def test_levels_beyond_the_grid_are_refused_in_files(bits, memory, byte, refuses):
+    layer = gft.QuantLinear(8, 3, bits, memory=memory)
+    state = copy.deepcopy(layer.state_dict())
+    layer.load_state_dict(state)
+    state["qweight"][1, 1] = byte
+    with refuses(ValueError, "holds levels beyond ±"):
+        layer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("value", [1e30, 1e39, 1e300])
+@pytest.mark.parametrize("where", ["x", "grad_output"])
+def test_float64_beyond_float32_counts_as_the_largest_vote(value, where):
+    """It is finite, so it votes, as float64 rounds it; kernels leave float64 to the definition."""
+    def votes(value):
+        torch.manual_seed(3)
+        layer = gft.QuantLinear(6, 4).double()
+        optimizer = gft.GFT(gft.quantized(layer))
+        x, grad_output = torch.randn(8, 6, dtype=torch.float64), torch.randn(8, 4, dtype=torch.float64)
+        (x if where == "x" else grad_output)[0, 0] = value
+        layer(x).backward(grad_output)
+        assert optimizer.not_finite() == 0
+        return layer.votes.votes
+
+    assert torch.equal(votes(value), votes(1e30))
+    assert bool(votes(value).any())
+
+
 def test_a_type_for_all_is_refused_by_integers(refuses):
     model = gft.quantize_(mlp())
     with refuses(ValueError, r"^the weight of 0 is integers.*use \.to\(dtype\)"):

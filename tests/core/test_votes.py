@@ -368,7 +368,7 @@ def test_single_tokens_vote_by_signs_also_after_sequences(device):
     x, grad = torch.randn(12, 8, device=device), torch.randn(12, 5, device=device)
     votes = accumulator(Sign(per="sequence"))
     cast(votes, x, grad, sequence=4)
-    votes.discard()
+    renew([votes])
     assert votes.x_rms is not None
     cast(votes, x, grad, sequence=1)
     assert torch.equal(votes.votes.cpu(), (grad.sign().t() @ x.sign()).int().cpu())

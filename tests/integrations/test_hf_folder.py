@@ -11,7 +11,7 @@ from torch import nn
 
 pytest.importorskip("transformers")
 from hf_models import llama, logits, quantized_llama, train_steps
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -205,6 +205,35 @@ def test_a_folder_without_its_integer_weights_is_refused(tmp_path, refuses):
     again = AutoModelForCausalLM.from_config(copy.deepcopy(model.config))  # a float model that is said to be quantized
     again.save_pretrained(tmp_path)
     with refuses(gft.UsageError, "holds no integer weights for model.layers.0"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+GROUP = {"bits": 3, "memory": True, "gain": False, "bias": True, "scales": "row", "scale_dtype": "float16",
+         "names": ["a", "b"], "numbers": [0, 1]}
+
+
+@pytest.mark.parametrize("change", [
+    {"names": "a"}, {"names": [1, 2]}, {"names": None}, {"numbers": [1]}, {"numbers": [0, -1]}, {"numbers": {}},
+    {"bits": 9}, {"bits": "3"}, {"bits": None}, {"memory": 1}, {"gain": "no"}, {"scales": 0.5}, {"scales": [1]},
+    {"scale_dtype": "load"}, {"gain_dtype": "__name__"}, {"path": "/etc"}], ids=str)
+def test_a_damaged_config_is_refused_before_a_layer_is_built(change, refuses):
+    hf.GftConfig(layers=[GROUP])
+    with refuses(ValueError, "."):
+        hf.GftConfig(layers=[GROUP, {**GROUP, **change}])
+    with refuses(ValueError, "list belongs|dict belongs"):
+        hf.GftConfig(layers=change if len(str(change)) % 2 else [change.values()])
+
+
+@pytest.mark.parametrize(("name", "spoil"), [("scale", lambda t: t * float("nan")), ("scale", lambda t: t * 0),
+                                             ("qweight", lambda t: t * 0 + 127)], ids=["NaN", "0", "beyond the grid"])
+def test_a_folder_with_damaged_numbers_is_refused(name, spoil, tmp_path, refuses):
+    model = quantized_llama(3)
+    model.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    key = f"model.layers.1.mlp.up_proj.{name}"
+    state[key] = spoil(state[key])
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    with refuses(ValueError, "^model.layers.1.mlp.up_proj: the state_dict holds"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 

@@ -1,6 +1,7 @@
 """How native.c is built, where it is kept, and what is loaded: only what is ours alone to write."""
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -9,18 +10,23 @@ import warnings
 import pytest
 
 from gft.ops.native import build
+from gft.ops.native.build import is_kept
 
-pytestmark = pytest.mark.skipif(not build._compiler() or not hasattr(os, "getuid"), reason="no C compiler here")
+COMPILER = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+pytestmark = pytest.mark.skipif(COMPILER is None or not hasattr(os, "getuid"), reason="no C compiler here")
 
 
 @pytest.fixture
 def places(tmp_path, monkeypatch):
-    """(cache folder, fallback folder), neither of which is there yet."""
+    """(cache folder, which is not there yet, folder for temporary files)"""
+    # tmp_path may lie in a folder that others can write; what is above the cache folder is looked at by one test alone.
+    monkeypatch.setattr(build, "is_kept", lambda path: path in tmp_path.parents or is_kept(path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(build.tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     monkeypatch.delenv("GFT_NATIVE", raising=False)
-    return build._cache_folder(), build._fallback_folder()
+    monkeypatch.delenv("CC", raising=False)
+    return build._cache_folder(), tmp_path / "temporary"
 
 
 def load():
@@ -57,6 +63,7 @@ def test_another_source_compiler_or_processor_has_a_library_of_its_own(tmp_path,
     monkeypatch.setattr(build, "SOURCE", copies[0])
     monkeypatch.setattr(build, "_compile", lambda compiler, target: target.touch())
     folder = tmp_path / "built"
+    folder.mkdir(mode=0o700)
     names = [build.built(["cc"], folder).name, build.built(["other-cc"], folder).name]
     for copy in copies:
         copy.write_text(copy.read_text() + "/* new */")
@@ -68,40 +75,70 @@ def test_another_source_compiler_or_processor_has_a_library_of_its_own(tmp_path,
     assert len(set(names)) == len(names) == 4 + len(copies)
 
 
-def test_a_library_that_others_can_write_is_built_anew(tmp_path):
-    tmp_path.chmod(0o700)
-    path = build.built(build._compiler(), tmp_path)
-    path.write_bytes(b"not ours")
+def cut_short(path):
+    """As after a crash of the machine: the name is on the disk, the bytes are not. To load it would end the process."""
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def for_all_to_write(path):
     path.chmod(0o766)
-    assert build.built(build._compiler(), tmp_path) == path
-    assert path.stat().st_size > 1000
+
+
+def of_other_bytes(path):
+    path.write_bytes(path.read_bytes()[::-1])
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Builds and loads without a compiler: a file of known bytes, and these; returns the folders it has built in."""
+    folders = []
+
+    def write(compiler, target):
+        folders.append(target.parent.parent)
+        target.write_bytes(b"a library" * 100)
+
+    monkeypatch.setattr(build, "_compile", write)
+    monkeypatch.setattr(build, "_loaded", lambda path: path.read_bytes())
+    return folders
+
+
+@pytest.mark.parametrize("spoil", [cut_short, for_all_to_write, of_other_bytes])
+def test_a_library_that_is_not_whole_or_not_ours_alone_is_built_anew(places, quick, spoil):
+    whole = load()
+    (path,) = places[0].iterdir()
+    spoil(path)
+    assert load() == whole
+    assert len(quick) == 2
+    (path,) = places[0].iterdir()
+    assert path.read_bytes() == whole
     assert mode(path) == 0o700
 
 
-@pytest.mark.parametrize("unsafe", ["for all to write", "a link"])
-def test_nothing_is_loaded_from_a_folder_that_others_can_write(places, tmp_path, unsafe):
-    """The fallback's name can be guessed, and anyone can make it first."""
-    cache, fallback = places
+@pytest.mark.parametrize("unsafe", ["cannot be made", "for all to write", "in a folder for all to write"])
+def test_each_process_has_a_library_of_its_own_where_the_cache_folder_will_not_do(places, quick, unsafe):
+    """In a folder whose name nobody can guess, and plant a library in, and which is gone again once it is loaded."""
+    cache, temporary = places
     cache.parent.mkdir()
-    cache.write_text("in the way")  # so the cache folder cannot be used
-    if unsafe == "a link":
-        (tmp_path / "elsewhere").mkdir(mode=0o700)
-        fallback.symlink_to(tmp_path / "elsewhere")
+    if unsafe == "cannot be made":
+        cache.write_text("in the way")
+    elif unsafe == "for all to write":
+        cache.mkdir()
+        cache.chmod(0o777)
     else:
-        fallback.mkdir()
-        fallback.chmod(0o777)
-    assert load() is not None
-    assert not list(fallback.iterdir())
-    assert list(fallback.parent.iterdir()) == [fallback]  # the folder of this process is gone again
+        cache.parent.chmod(0o777)
+    assert load() == load()
+    assert not cache.is_dir() or not list(cache.iterdir())
+    assert len(set(quick)) == 2
+    assert all(folder.parent == temporary for folder in quick)
+    assert not list(temporary.iterdir())
 
 
-def test_the_fallback_is_used_where_it_is_ours(places):
-    cache, fallback = places
-    cache.parent.mkdir()
-    cache.write_text("in the way")
-    assert load() is not None
-    assert len(list(fallback.iterdir())) == 1
-    assert mode(fallback) == 0o700
+def test_what_lies_in_a_folder_that_all_can_write_is_ours_only_where_that_is_sticky(tmp_path, monkeypatch):
+    for mode_of_parent, kept in ((0o700, True), (0o755, True), (0o775, True), (0o777, False), (0o1777, True)):
+        tmp_path.chmod(mode_of_parent)
+        assert is_kept(tmp_path) == kept
+    monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
+    assert is_kept(tmp_path) == (tmp_path.stat().st_uid == 0)
 
 
 def test_what_another_user_owns_is_not_ours(tmp_path, monkeypatch):
@@ -112,24 +149,28 @@ def test_what_another_user_owns_is_not_ours(tmp_path, monkeypatch):
     assert not build.is_ours(tmp_path)
 
 
-def test_a_compiler_may_be_a_command_of_several_words(places, monkeypatch):
-    """As CC="ccache gcc" is."""
-    monkeypatch.setenv("CC", f"env {build._compiler()[0]}")
+@pytest.mark.parametrize("command", ["env {} -O2", "'{}' -D 'A=a b'"])
+def test_a_compiler_may_be_a_command_of_several_words(places, command, monkeypatch):
+    """As CC="ccache gcc" and CC="gcc -O2" are."""
+    monkeypatch.setenv("CC", command.format(COMPILER))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert load() is not None
 
 
-def test_tuning_that_the_compiler_does_not_know_is_left_out(tmp_path, monkeypatch):
+def test_tuning_that_the_compiler_does_not_know_is_left_out(places, monkeypatch):
     monkeypatch.setattr(build, "TUNINGS", (("-march=of-no-machine",), ()))
-    tmp_path.chmod(0o700)
-    assert build.built(build._compiler(), tmp_path).stat().st_size > 0
+    assert load() is not None
 
 
-@pytest.mark.parametrize("compiler", ["/nowhere/cc", "false", "true"])
-def test_a_compiler_that_fails_is_reported_in_one_sentence(places, compiler, monkeypatch):
+@pytest.mark.parametrize(("compiler", "said"), [("/nowhere/cc", "'/nowhere/cc' does not run"),
+                                                ("false", "'false' does not compile"), ("true", "'true' does not compile"),
+                                                ("gcc 'a", "No closing quotation"), (" ", "neither cc nor gcc nor clang")])
+def test_a_compiler_that_fails_is_reported_in_one_sentence(places, compiler, said, monkeypatch):
     monkeypatch.setenv("CC", compiler)
-    with pytest.warns(UserWarning, match=compiler) as caught:
+    if not compiler.strip():
+        monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.warns(UserWarning, match=said) as caught:
         assert load() is None
     (one,) = caught
     message = str(one.message)

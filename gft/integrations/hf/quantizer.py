@@ -24,13 +24,16 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 import gft
 from gft.convert import dequantize_, quantize_, report, unreported
-from gft.errors import UsageError
+from gft.errors import UsageError, shortened
 from gft.initialize import groups_a_row
 from gft.layers import QuantLayer, QuantMultiheadAttention, number_layers, quantized_layers, some_names, twin_of
+from gft.saved import mapping, sequence, whole_number
+from gft.settings import check_choice
 from gft.storage import check_bits
 from gft.summary import summary
 
 METHOD = "gft"
+KNOWN = ("names", "numbers", "bits", "memory", "gain", "bias", "scales", "gain_dtype", "scale_dtype")  # of a group of layers
 
 
 class GftConfig(QuantizationConfigMixin):
@@ -47,7 +50,7 @@ class GftConfig(QuantizationConfigMixin):
                  **kwargs: Any) -> None:
         self.quant_method = METHOD  # type: ignore[assignment]
         self.bits, self.memory, self.gain, self.scales = check_bits(bits), bool(memory), gain, scales
-        self.modules_to_not_convert, self.layers = modules_to_not_convert, layers
+        self.modules_to_not_convert, self.layers = modules_to_not_convert, None if layers is None else checked_layers(layers)
         unknown = kwargs.keys() - {"quant_method", "gft_version"}
         if unknown:
             raise UsageError(f"GftConfig has no setting {', '.join(sorted(unknown))}; its settings are bits, memory, gain, "
@@ -70,6 +73,32 @@ class GftConfig(QuantizationConfigMixin):
 
     def to_dict(self) -> dict[str, Any]:
         return {**super().to_dict(), "gft_version": gft.__version__}
+
+
+def checked_layers(groups: Any) -> list[dict[str, Any]]:
+    """What a config.json says of layers, if that is what `GftConfig.of` can have written."""
+    for group in sequence(groups, "layers in config.json"):
+        group = mapping(group, "a group of layers in config.json")
+        names, numbers = group.get("names"), group.get("numbers", [])
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise UsageError("a group of layers in config.json has no list of names; save the quantized model anew")
+        if not isinstance(numbers, list) or len(numbers) not in (0, len(names)):
+            raise UsageError("a group of layers in config.json has other numbers than names; save the quantized model anew")
+        for number in numbers:
+            whole_number(number, "the number of a layer in config.json", 2**30)
+        check_bits(group.get("bits"))  # type: ignore[arg-type]
+        for key in ("memory", "gain", "bias"):
+            check_choice(f"{key} in config.json", group.get(key, True if key == "bias" else None), (False, True))
+        if group.get("scales") not in ("tensor", "row"):
+            whole_number(group.get("scales"), "scales in config.json", 2**31)
+        for key in ("gain_dtype", "scale_dtype"):
+            if key in group:
+                check_choice(f"{key} in config.json", group[key], ("float32", "float16", "bfloat16", "float64"))
+        unknown = [key for key in group if key not in KNOWN]
+        if unknown:
+            raise UsageError(f"config.json says {shortened(unknown[0])} of layers, which this version of gft does not know; "
+                             "update gft")
+    return groups
 
 
 def settings_of(layer: QuantLayer, packed: bool = False) -> dict[str, Any]:
@@ -149,6 +178,8 @@ class GftQuantizer(HfQuantizer):
             if empty:
                 raise UsageError(f"the folder holds no integer weights for {some_names(empty)}; save the quantized model "
                                  "anew with save_pretrained")
+            for name, layer in quantized_layers(model).items():
+                layer.check_loaded(name)
             report(summary(model))  # now that tied weights are one
         else:
             self._quantize_loaded(model)

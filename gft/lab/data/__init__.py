@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from gft.errors import shortened
 from gft.lab.data.augment import AUGMENT
 from gft.lab.data.corpus import NAMED, Corpus, load_corpus
 from gft.lab.data.dataset import SPLITS, Dataset
@@ -97,7 +98,8 @@ def _entry(name: str) -> Entry:
         place = Path(path).expanduser()
         return Entry(partial(load_corpus, place), lambda: str(place) if place.exists() else None, is_text=True,
                      is_corpus=True)
-    raise DataError(f"no data set {name!r}; choose one of {', '.join(names)}, imagenette-SIZE, text:PATH or corpus:PATH")
+    raise DataError(f"no data set {shortened(name)}; choose one of {', '.join(names)}, imagenette-SIZE, text:PATH or "
+                    "corpus:PATH")
 
 
 def check(name: str) -> None:

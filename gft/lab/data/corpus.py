@@ -129,7 +129,7 @@ def tokenizers_package() -> Any:
     try:
         import tokenizers
     except ModuleNotFoundError:
-        raise DataError(f"a corpus is cut into tokens by the package tokenizers; install it with: {install_hint('hf')}"
+        raise DataError(f"a corpus is cut into tokens by the package tokenizers; install it with: {install_hint('text')}"
                         ) from None
     return tokenizers
 

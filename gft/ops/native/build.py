@@ -1,7 +1,9 @@
 """native.c, built by the machine's own C compiler when first needed and kept in the user's cache folder.
 
-Building takes about a second. The library's name is a fingerprint of the source, the compiler and the processor. A library
-is code that runs as us, so it is loaded only from a file and a folder that are ours and that nobody else can write.
+Building takes about a second. The library's name holds a fingerprint of the source, the compiler and the processor, and
+one of its own bytes: a file that was cut short is found out and built anew, for to load it would end the process. A library
+is code that runs as us, so it is loaded only from a file and a folder that are ours and that nobody else can write; where
+the cache folder is not such a one, each process builds its own in a new folder whose name nobody knows.
 """
 
 import ctypes
@@ -44,29 +46,32 @@ def library() -> ctypes.CDLL | None:
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    compiler = _compiler()
-    if os.environ.get("GFT_NATIVE") == "0" or not compiler:
+    if os.environ.get("GFT_NATIVE") == "0":
         return None
     try:
-        for folder in (_cache_folder(), _fallback_folder()):
-            try:
+        compiler = _compiler()
+        try:
+            return _loaded(built(compiler, _kept_folder()))
+        except OSError:  # cannot be written, is not ours alone, or cannot be run from
+            with _folder_of_this_process() as folder:
                 return _loaded(built(compiler, folder))
-            except OSError:  # cannot be written, is not ours alone, or cannot be run from
-                continue
-        with _folder_of_this_process() as folder:
-            return _loaded(built(compiler, folder))
     except (CannotBuildError, OSError) as error:
-        warnings.warn(f"the C compiler {shlex.join(compiler)!r} could not build gft's CPU kernels ({error}), so slower "
-                      "torch code is used; set CC to a C compiler that works, or GFT_NATIVE=0 to do without", stacklevel=2)
+        warnings.warn(f"gft's CPU kernels could not be built ({error}), so slower torch code is used; set CC to a C "
+                      "compiler that works, or GFT_NATIVE=0 to do without", stacklevel=2)
     return None
 
 
 def _compiler() -> list[str]:
-    """The words of the command, CC="ccache gcc" is two; none where there is no compiler."""
-    if os.environ.get("CC"):
-        return shlex.split(os.environ["CC"])
+    """The words of the command: CC="ccache gcc" is two, CC="gcc -O2" too."""
+    if os.environ.get("CC", "").strip():
+        try:
+            return shlex.split(os.environ["CC"])
+        except ValueError as error:
+            raise CannotBuildError(f"CC={os.environ['CC']!r} is no command: {error}") from error
     found = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    return [found] if found else []
+    if found is None:
+        raise CannotBuildError("there is no C compiler: neither cc nor gcc nor clang is on the PATH")
+    return [found]
 
 
 def _loaded(path: Path) -> ctypes.CDLL:
@@ -84,14 +89,22 @@ def _cache_folder() -> Path:
     return (Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gft").resolve()
 
 
-def _fallback_folder() -> Path:
-    return Path(tempfile.gettempdir()) / f"gft-{os.getuid() if hasattr(os, 'getuid') else 'user'}"
+def _kept_folder() -> Path:
+    """The cache folder, made if it is not there. Raises OSError where somebody could put another in its place."""
+    try:
+        folder = _cache_folder()
+    except RuntimeError as error:  # a user without a home
+        raise FileNotFoundError(str(error)) from error
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not all(is_kept(parent) for parent in folder.parents):
+        raise PermissionError(f"{folder} lies in a folder that others can write")
+    return folder
 
 
 @contextmanager
 def _folder_of_this_process() -> Iterator[Path]:
     """Removed as soon as the library is loaded: the process keeps what it has loaded."""
-    folder = Path(tempfile.mkdtemp(prefix="gft-"))
+    folder = Path(tempfile.mkdtemp(prefix="gft-")).resolve()
     try:
         yield folder
     finally:
@@ -106,25 +119,41 @@ def is_ours(path: Path) -> bool:
     return not stat.S_ISLNK(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
+def is_kept(path: Path) -> bool:
+    """Can no stranger rename what lies in this folder? A group may: on many systems it is the user's own."""
+    if not hasattr(os, "getuid"):
+        return True
+    found = path.lstat()
+    return found.st_uid in (0, os.getuid()) and (not found.st_mode & 0o002 or bool(found.st_mode & stat.S_ISVTX))
+
+
 # ---------------------------------------------------------------------------------------------------- building
 
 
 def built(compiler: list[str], folder: Path) -> Path:
-    """The library in a folder, made if it is not there. Raises OSError where the folder will not do."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """The library in a folder, made if it is not there whole. Raises OSError where the folder will not do."""
     if not is_ours(folder):
         raise PermissionError(f"{folder} is not yours alone to write")
     texts = [path.read_text() for path in (SOURCE, *map(SOURCE.with_name, PARTS))]
     marks = [*texts, *FLAGS, *chain(*TUNINGS), *compiler, platform.machine(), _processor()]
-    path = folder / f"native-{hashlib.sha256(chr(0).join(marks).encode()).hexdigest()[:16]}.so"
-    if not (path.exists() and is_ours(path)):
-        # In a folder with a name of its own and not by the process' number, as files.py does: hosts may share this folder.
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            unfinished = Path(scratch) / path.name
-            _compile(compiler, unfinished)
-            unfinished.chmod(0o700)
-            os.replace(unfinished, path)
-    return path
+    name = f"native-{_digest(chr(0).join(marks).encode())}"
+    for path in folder.glob(f"{name}-*.so"):
+        if is_ours(path) and path.name == f"{name}-{_digest(path.read_bytes())}.so":
+            return path
+        path.unlink(missing_ok=True)
+    # In a folder with a name of its own and not by the process' number, as files.py does: hosts may share this folder.
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        unfinished = Path(scratch) / f"{name}.so"
+        _compile(compiler, unfinished)
+        unfinished.chmod(0o700)
+        content = unfinished.read_bytes()
+        with open(unfinished, "rb") as file:
+            os.fsync(file.fileno())  # else the name may reach the disk before the bytes do
+        return unfinished.replace(folder / f"{name}-{_digest(content)}.so")
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _compile(compiler: list[str], target: Path) -> None:
@@ -134,11 +163,12 @@ def _compile(compiler: list[str], target: Path) -> None:
         try:
             done = subprocess.run(command, capture_output=True, timeout=PATIENCE, text=True, errors="replace")
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise CannotBuildError(str(error)) from error
+            raise CannotBuildError(f"the C compiler {shlex.join(compiler)!r} does not run: {error}") from error
         if done.returncode == 0 and target.exists():
             return
         said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    raise CannotBuildError(said[0][:120] if said else "it failed without a word")
+    words = said[0][:120] if said else "it failed without a word"
+    raise CannotBuildError(f"the C compiler {shlex.join(compiler)!r} does not compile: {words}")
 
 
 def _processor() -> str:
