@@ -124,9 +124,12 @@ def _scratch_beside(path: Path) -> tuple[Path, int]:
     that they are given, and a lock would stay with the file that was."""
     while True:
         scratch = Path(tempfile.mkdtemp(UNFINISHED, f".{path.name}.", path.parent))
-        held = os.open(scratch if fcntl else os.devnull, os.O_RDONLY)
+        try:
+            held = os.open(scratch if fcntl else os.devnull, os.O_RDONLY)
+        except FileNotFoundError:
+            continue  # another writer has taken it for a left-over, before it was locked
         _lock(held)
-        if scratch.exists():  # else another writer has taken it for a left-over before it was locked
+        if scratch.exists():  # or so
             return scratch, held
         os.close(held)
 

@@ -2,12 +2,14 @@
 
 A step launches a few kernels for all weights of a shape, but Python looks at every layer to name them, which takes the host
 longer than the GPU. In a training loop whose batches are alike, torch's allocator puts each layer's votes where they lay the
-step before. Then the launches are the same ones: they are recorded once and replayed, without a word by the user. Nothing of
-forward and backward is in the graph (capture.py records those, too).
+step before. Then the launches are the same ones: they are recorded once and replayed, without a word by the user. Where
+something else has used the memory, an evaluation say, votes may come to lie elsewhere, and the step is recorded anew.
+Nothing of forward and backward is in the graph (capture.py records those, too).
 """
 
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,17 +17,24 @@ from torch import Tensor
 
 from gft.votes import VoteAccumulator
 
-MOST_RECORDINGS = 8  # where votes keep on wandering, steps are taken without a graph
-REMEMBERED = 4  # steps: votes may lie in two places by turns
+REMEMBERED = 4  # steps, and graphs: votes may lie in two places by turns
+REPAID = 10  # replays that make up for a recording
+MOST_IN_VAIN = 8  # recordings that were not: where votes keep on wandering, steps are taken without a graph
+
+
+@dataclass
+class Recorded:
+    graph: torch.cuda.CUDAGraph
+    replays: int = 0
 
 
 class StepGraph:
     """The recorded launches of one optimizer's step."""
 
     def __init__(self) -> None:
-        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}  # by what they have built in
+        self._graphs: dict[Hashable, Recorded] = {}  # by what they have built in, the one that was used last at the end
         self._seen: deque[Hashable] = deque(maxlen=REMEMBERED)  # likewise, of the last steps
-        self._recordings = 0
+        self._in_vain = 0  # recordings that have not paid off yet
         self._stream: torch.cuda.Stream | None = None
         self._rates: dict[int, tuple[float, Tensor]] = {}  # lr of each group, as a number and as the GPU has it
 
@@ -49,23 +58,31 @@ class StepGraph:
         if now is not None:  # written here and not in a graph, which would write it again and again
             for group in groups:
                 self.rate(group, group["params"][0].device)
-        graph = self._graphs.get(now)
-        if graph is None and now in self._seen and now is not None and self._recordings < MOST_RECORDINGS:
-            graph = self._graphs[now] = self._record(step, accumulators)
-        elif graph is None:
+        recorded = self._graphs.pop(now, None)
+        held = [one.votes for one in accumulators]  # recording drops them, and nobody may get their memory yet
+        if recorded is None and now in self._seen and now is not None and self._in_vain < MOST_IN_VAIN:
+            recorded = Recorded(self._record(step, groups[0]["params"][0].device))
+            self._in_vain += 1
+        if recorded is None:
+            del held
             self._seen.append(now)
             step()
             return
-        graph.replay()
+        self._graphs[now] = recorded
+        if len(self._graphs) > REMEMBERED:
+            del self._graphs[next(iter(self._graphs))]
+        recorded.graph.replay()
+        del held
+        recorded.replays += 1
+        if recorded.replays == REPAID:
+            self._in_vain -= 1
         layers = [one.layer() for one in accumulators]
         torch.autograd.graph.increment_version([layer.qweight for layer in layers if layer is not None])  # as in a step
         for one in accumulators:
             one.discard()
 
-    def _record(self, step: Callable[[], None], accumulators: Sequence[VoteAccumulator]) -> torch.cuda.CUDAGraph:
-        votes = [one.votes for one in accumulators]  # whose memory nobody else may get before the replay
-        device = votes[0].device  # type: ignore[union-attr]
-        graph, self._recordings = torch.cuda.CUDAGraph(), self._recordings + 1
+    def _record(self, step: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(device):
             if self._stream is None or self._stream.device != device:
                 self._stream = torch.cuda.Stream(device)
@@ -77,7 +94,6 @@ class StepGraph:
                     step()
                 finally:
                     graph.capture_end()
-        del votes
         return graph
 
 

@@ -31,12 +31,12 @@ class Loop:
             x, y = self.batch(100 * number + micro_batch, size)
             F.cross_entropy(self.model(x), y).backward()
         if not self.replays:
-            self.optimizer._graph._recordings = replay.MOST_RECORDINGS
+            self.optimizer._graph._in_vain = replay.MOST_IN_VAIN
         self.optimizer.step(); self.dense.step()
 
     @property
     def recordings(self) -> int:
-        return self.optimizer._graph._recordings
+        return len(self.optimizer._graph._graphs)
 
     def end(self) -> list[torch.Tensor]:
         state = [value for weight in gft.quantized(self.model) for _, value in sorted(self.optimizer.state[weight].items())]
@@ -53,6 +53,51 @@ def test_on_a_cpu_nothing_is_recorded():
     for number in range(4):
         loop.step(number)
     assert loop.recordings == 0
+
+
+class Counted:
+    """A step graph that records nothing, and counts."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.now, self.taken, self.recorded, self.replayed = None, 0, 0, 0
+        monkeypatch.setattr(replay, "built_in", lambda *_: self.now)
+        self.steps = replay.StepGraph()
+        monkeypatch.setattr(self.steps, "_record", self.record)
+
+    def record(self, *_):
+        self.recorded += 1
+        return self
+
+    def replay(self) -> None:
+        self.replayed += 1
+
+    def step(self) -> None:
+        self.taken += 1
+
+    def take(self, *places) -> None:
+        for self.now in places:
+            self.steps.take(self.step, [], [{"params": [torch.empty(0)], "lr": 0.1}])
+
+
+def test_what_comes_a_second_time_is_recorded_and_then_replayed(monkeypatch):
+    counted = Counted(monkeypatch)
+    counted.take("here", "there", "here", "there", "here", "there", None)
+    assert (counted.taken, counted.recorded, counted.replayed) == (3, 2, 4)
+
+
+def test_votes_that_keep_on_wandering_are_recorded_no_more(monkeypatch):
+    counted = Counted(monkeypatch)
+    for place in range(50):
+        counted.take(place, place)
+    assert counted.recorded == replay.MOST_IN_VAIN
+
+
+def test_votes_that_lie_still_between_evaluations_are_recorded_for_ever_and_old_graphs_forgotten(monkeypatch):
+    counted = Counted(monkeypatch)
+    for place in range(50):
+        counted.take(*[place] * (replay.REPAID + 1))
+    assert counted.recorded == 50
+    assert len(counted.steps._graphs) == replay.REMEMBERED
 
 
 @pytest.fixture

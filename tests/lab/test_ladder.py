@@ -185,6 +185,7 @@ def test_a_run_that_was_killed_ends_as_one_that_was_not(row, text, tmp_path, ref
     killed = train.training(recipe, tmp_path / "killed", device="cpu", checkpoint_every=5)
     for _ in range(8):
         next(killed)
+    killed.close()
     resumed = list(train.training(recipe, tmp_path / "killed", device="cpu", resume=True))
     assert resumed[0].step == 6
     assert (resumed[-1].result["value"], resumed[-1].result["flips"]) == (whole["value"], whole["flips"])
