@@ -35,6 +35,7 @@ core: $(VENV)/.installed
 
 test: lint core
 	$(BIN)/pytest -n 2 $(TIERS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/forked
 
 fuzz: $(VENV)/.installed
 	$(BIN)/python tests/fuzz/fuzz.py --inputs 1000000

@@ -47,11 +47,13 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def seconds(*functions: Callable[[], Any], device: torch.device, rounds: int = ROUNDS) -> list[float]:
-    """Median seconds of a call of each, taking turns."""
+def seconds(*functions: Callable[[], Any], device: torch.device, rounds: int = ROUNDS, settle: int = 0) -> list[float]:
+    """Median seconds of a call of each, taking turns. settle: calls before each that is timed, for what has to find its
+    place again after another has used the memory."""
     taken: list[list[float]] = [[] for _ in functions]
     for turn in range(rounds + 2):  # the first two turns compile, allocate and warm up
         for function, times in zip(functions, taken, strict=True):
+            repeat(function, settle)
             wait(device)
             start = time.perf_counter()
             function()

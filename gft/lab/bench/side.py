@@ -15,7 +15,7 @@ from torch import Tensor
 import gft
 from gft.lab.bench.works import Work
 
-STEPS = 4  # in one timing, so that the host can run ahead as it does in a training loop. More than gft.Captured warms up for
+STEPS = 8  # in one timing, so that the host can run ahead as it does in a training loop. More than gft.Captured warms up for
 WAYS = {"eager": {"compiled": False, "captured": False}, "compiled": {"compiled": True, "captured": False},
         "captured": {"compiled": True, "captured": True}}
 

@@ -110,7 +110,10 @@ def row(case: Case, ours: float, peer: float, unit: str, peer_is: str, bar: floa
 def in_turns(steps: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
     """Median seconds of one step of each. What the first calls compile and record is no part of it."""
     with exact_float32():
-        taken = seconds(*(partial(repeat, one, STEPS) for one in steps), device=device, rounds=ROUNDS)
+        # By itself a network's votes lie in the same places step after step (replay.py), as in training; after another
+        # one's steps they lie elsewhere at first.
+        settle = int(device.type == "cuda" and len(steps) > 1)
+        taken = seconds(*(partial(repeat, one, STEPS) for one in steps), device=device, rounds=ROUNDS, settle=settle)
     return [one / STEPS for one in taken]
 
 

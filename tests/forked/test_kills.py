@@ -51,6 +51,7 @@ def gft(tmp_path, monkeypatch):
             os.dup2(out, 2)
             sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
             sys.argv = ["gft", *arguments]
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run in the background of a shell
             before()
             cli.main()
         except SystemExit as end:

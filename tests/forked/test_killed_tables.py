@@ -1,0 +1,45 @@
+"""A table that is killed: its runs save and stop."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from gft import files
+from gft.errors import UsageError
+from gft.lab import tables
+
+
+def test_the_runs_of_a_killed_table_save_and_stop(tmp_path, monkeypatch):
+    """Or the table, started again, would find them at work in their folders."""
+    monkeypatch.setattr(tables, "START", "fork")  # as spawn, without the seconds that imports take
+    asked = {"seeds": 2, "rows": ["depth-3"], "settings": ["width=16", "data=digits", "steps=100000"], "device": "cpu"}
+    runs = [tmp_path / "mnist-dnn-depth-3" / f"seed-{seed}" for seed in range(2)]
+    if not (table := os.fork()):
+        tables.reproduce({"depth": tmp_path}, jobs=2, **asked)
+        os._exit(0)
+    wait_until(lambda: all((run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size for run in runs))
+    with pytest.raises(UsageError, match=f"is being written by process {table}; wait"):
+        tables.reproduce({"depth": tmp_path}, **asked)
+    os.kill(table, signal.SIGKILL)
+    os.waitpid(table, 0)
+    wait_until(lambda: all((run / "checkpoint" / "state.safetensors").exists() for run in runs))
+    for run in runs:
+        wait_until(lambda run=run: is_free(run))
+
+
+def is_free(folder: Path) -> bool:
+    try:
+        files.FolderLock(folder, "").release()
+        return True
+    except files.FolderInUse:
+        return False
+
+
+def wait_until(holds, seconds: float = 30) -> None:
+    start = time.monotonic()
+    while not holds():
+        assert time.monotonic() - start < seconds
+        time.sleep(0.02)
