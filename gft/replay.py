@@ -102,7 +102,7 @@ def built_in(accumulators: Sequence[VoteAccumulator], groups: Sequence[Mapping[s
     step cannot be recorded."""
     device, found = None, []
     for one in accumulators:
-        layer, votes, second_moment = one.layer(), one.votes, one.second_moment
+        layer, votes = one.layer(), one.votes
         if (layer is None or votes is None or not votes.is_cuda or one.scatter is not None or one.world > 1
                 or one.in_backward or not isinstance(one.step, Tensor)):
             return None
@@ -111,7 +111,7 @@ def built_in(accumulators: Sequence[VoteAccumulator], groups: Sequence[Mapping[s
             return None
         found.append((votes.data_ptr(), votes.dtype, one.tokens, one.samples, one.backwards, len(one.mean_squares),
                       layer.qweight.data_ptr(), layer.storage, layer.scale_number(), one.vote, one.seed,
-                      0 if second_moment is None else second_moment.data_ptr()))
+                      *(0 if kept is None else kept.data_ptr() for kept in (one.x_rms, one.grad_rms, one.second_moment))))
     if not found or torch.cuda.is_current_stream_capturing():
         return None
     for group in groups:

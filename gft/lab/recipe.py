@@ -23,7 +23,7 @@ from gft.lab import baselines
 from gft.lab import data as datasets
 from gft.lab.models.dnn import ACTIVATIONS, NORMS
 from gft.lab.models.vit import POSITIONS
-from gft.lab.records import is_number
+from gft.saved import is_number
 
 LAYERS = ("none", "hidden", "all", "mlp", "blocks")
 WIDEST, DEEPEST = 2**16, 1000  # a network; more is a slip of the hand, or a config that means to fill the memory

@@ -1,15 +1,14 @@
 """JSON files of runs and tables: written whole, and read with a sentence where one is damaged or holds something else."""
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from gft.errors import UsageError, shortened
 from gft.files import write_text
+from gft.saved import is_number
 
-LARGEST_NUMBER = 1e300  # beyond it sums and squares of a report would overflow
 Kinds = Mapping[str, str]  # field -> one of TESTS; with " or none" if it may be null, with " if any" if missing, too
 
 # What a run's result says, and a line of runs.jsonl.
@@ -86,12 +85,6 @@ def _content_of(path: Path) -> bytes:
 
 
 # ---------------------------------------------------------------------------------------------------- what a file may hold
-
-
-def is_number(value: Any) -> bool:
-    """Finite, and of a size that can be reckoned with. JSON as Python reads it also has NaN, and integers of any length."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and not (
-        isinstance(value, float) and math.isnan(value)) and abs(value) < LARGEST_NUMBER
 
 
 TESTS = {

@@ -24,11 +24,11 @@ from gft.lab.data.augment import middle
 from gft.lab.models import ViT
 from gft.lab.provenance import commit, device_name
 from gft.lab.recipe import Recipe
-from gft.lab.records import is_number
 from gft.lab.runs import RunFolder, TrainingError, checkpoint_of, read_config, resolve_device
 from gft.lab.stopping import Stopped, asked_to_stop, deferred
 from gft.lab.stopwatch import Stopwatch, counters_of
 from gft.layers import quantized_layers
+from gft.saved import is_number
 
 LOG_EVERY = 20
 SECONDS_BETWEEN_CHECKPOINTS = 60.0

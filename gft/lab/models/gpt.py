@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from gft.errors import UsageError
-from gft.lab.models.transformer import Block
+from gft.lab.models.transformer import Block, start_as_gpt2_
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads, False, True, dropout) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
-        for name, module in self.named_modules():
-            if isinstance(module, (nn.Linear, nn.Embedding)):
-                # As GPT-2: what is added to the residual stream starts smaller, the more layers add to it.
-                adds_to_stream = name.endswith((".out", ".down"))
-                nn.init.normal_(module.weight, std=0.02 / (2 * depth) ** 0.5 if adds_to_stream else 0.02)
+        start_as_gpt2_(self, depth)
 
     def forward(self, tokens: Tensor) -> Tensor:
         length = tokens.shape[1]

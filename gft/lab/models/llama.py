@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gft.errors import UsageError
+from gft.lab.models.transformer import start_as_gpt2_
 
 BASE = 10_000.0  # of the rotary positions
 EPS = 1e-6
@@ -97,11 +98,7 @@ class Llama(nn.Module):
         self.head = nn.Linear(width, vocabulary, bias=False)
         for name, values in zip(("cos", "sin"), rotations(context, width // heads), strict=True):
             self.register_buffer(name, values.to(self.head.weight.device), persistent=False)
-        for name, module in self.named_modules():
-            if isinstance(module, (nn.Linear, nn.Embedding)):
-                # As GPT-2: what is added to the residual stream starts smaller, the more layers add to it.
-                adds_to_stream = name.endswith((".out", ".down"))
-                nn.init.normal_(module.weight, std=0.02 / (2 * depth) ** 0.5 if adds_to_stream else 0.02)
+        start_as_gpt2_(self, depth)
 
     def forward(self, tokens: Tensor) -> Tensor:
         length = tokens.shape[1]

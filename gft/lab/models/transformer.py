@@ -78,3 +78,12 @@ class Block(nn.Module):
         """`forward` without dropout, of the last tokens of a text (Attention.cached)."""
         x = x + self.attention.cached(self.attention_norm(x), places, kept)
         return x + self.mlp(self.mlp_norm(x))
+
+
+def start_as_gpt2_(model: nn.Module, depth: int) -> None:
+    """Draw all linear layers and embeddings: what is added to the residual stream starts smaller, the more layers add to
+    it."""
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            adds_to_stream = name.endswith((".out", ".down"))
+            nn.init.normal_(module.weight, std=0.02 / (2 * depth) ** 0.5 if adds_to_stream else 0.02)

@@ -7,7 +7,7 @@ Integer arithmetic throughout; the float products are followed by no addition, s
     levels           float_levels, pack_fields, unpack_fields   alike      several weights in one launch
     factors, update  sums_of_squares, rounding_plan; moving     overlap    kernels that begin before the last has ended
     choice, along    kth_largest; along_levels                  grids      launches longer than a grid's second size
-    prepare          read_and_quantize, preparer                    launch     launching a kernel again and again
+    prepare          read_and_quantize, preparer                launch     launching a kernel again and again
     windows          patches, depthwise_votes
 """
 
