@@ -34,11 +34,6 @@ class Size:
     seeds: int = 1  # runs a row, unless --seeds says otherwise
     steps: int = STEPS
 
-    @property
-    def weights(self) -> int:
-        """Of the blocks' matrices."""
-        return self.depth * (4 * self.width**2 + 3 * self.width * inner_width(self.width))
-
 
 SIZES = {"10m": Size(384, 6, 6, seeds=3), "30m": Size(512, 10, 8, seeds=3), "85m": Size(768, 12, 12),
          "300m": Size(1024, 24, 16), "1b": Size(2048, 20, 32, steps=SHORT)}
