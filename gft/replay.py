@@ -1,13 +1,11 @@
 """A step of the optimizer as a CUDA graph, by itself.
 
 A step launches a few kernels for all weights of a shape, but Python looks at every layer to name them, which takes the host
-longer than the GPU. In a training loop whose batches are alike, torch's allocator puts each layer's votes where they lay the
-step before. Then the launches are the same ones: they are recorded once and replayed, without a word by the user. Where
-something else has used the memory, an evaluation say, votes may come to lie elsewhere, and the step is recorded anew.
-Nothing of forward and backward is in the graph (capture.py records those, too).
+longer than the GPU. From one step to the next nothing changes but where the votes lie, which a table tells (ops/places.py).
+So the launches are recorded once and replayed, without a word by the user. Nothing of forward and backward is in the graph
+(capture.py records those, too).
 """
 
-from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,16 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gft.ops.places import ALIGNED, Places, told_by
 from gft.votes import VoteAccumulator
 
-REMEMBERED = 4  # steps, and graphs: votes may lie in two places by turns
+REMEMBERED = 4  # kinds of steps, and graphs: batches may differ by turns
 REPAID = 10  # replays that make up for a recording
-MOST_IN_VAIN = 8  # recordings that were not: where votes keep on wandering, steps are taken without a graph
+MOST_IN_VAIN = 8  # recordings that were not: where every step is another, they are taken without a graph
 
 
 @dataclass
 class Recorded:
     graph: torch.cuda.CUDAGraph
+    places: Places
     replays: int = 0
 
 
@@ -33,7 +33,7 @@ class StepGraph:
 
     def __init__(self) -> None:
         self._graphs: dict[Hashable, Recorded] = {}  # by what they have built in, the one that was used last at the end
-        self._seen: deque[Hashable] = deque(maxlen=REMEMBERED)  # likewise, of the last steps
+        self._seen: dict[Hashable, Places] = {}  # likewise, of the last steps
         self._in_vain = 0  # recordings that have not paid off yet
         self._stream: torch.cuda.Stream | None = None
         self._rates: dict[int, tuple[float, Tensor]] = {}  # lr of each group, as a number and as the GPU has it
@@ -55,24 +55,31 @@ class StepGraph:
              groups: Sequence[Mapping[str, Any]]) -> None:
         """Take a step: replay it if all is as it was recorded, record it if all is as it was in one of the last steps."""
         now = built_in(accumulators, groups)
-        if now is not None:  # written here and not in a graph, which would write it again and again
-            for group in groups:
-                self.rate(group, group["params"][0].device)
-        recorded = self._graphs.pop(now, None)
-        held = [one.votes for one in accumulators]  # recording drops them, and nobody may get their memory yet
-        if recorded is None and now in self._seen and now is not None and self._in_vain < MOST_IN_VAIN:
-            recorded = Recorded(self._record(step, groups[0]["params"][0].device))
-            self._in_vain += 1
-        if recorded is None:
-            del held
-            self._seen.append(now)
+        if now is None or (self._in_vain >= MOST_IN_VAIN and now not in self._graphs):
             step()
             return
-        self._graphs[now] = recorded
-        if len(self._graphs) > REMEMBERED:
-            del self._graphs[next(iter(self._graphs))]
+        for group in groups:  # written here and not in a graph, which would write it again and again
+            self.rate(group, group["params"][0].device)
+        held = [one.votes for one in accumulators if one.votes is not None]
+        recorded, places = self._graphs.pop(now, None), self._seen.pop(now, None)
+        if recorded is None and places is None:
+            _keep(self._seen, now, places := Places(held))
+            del held
+            with told_by(places):  # the kernels that read the table are compiled here, which they cannot be in a recording
+                step()
+            if not places.whole:
+                del self._seen[now]
+            return
+        if recorded is None:
+            assert places is not None
+            places.write(held)
+            with told_by(places):
+                recorded = Recorded(self._record(step, groups[0]["params"][0].device), places)
+            self._in_vain += 1
+        recorded.places.write(held)
+        _keep(self._graphs, now, recorded)
         recorded.graph.replay()
-        del held
+        del held  # not before: recording has dropped the votes, and nobody may get their memory yet
         recorded.replays += 1
         if recorded.replays == REPAID:
             self._in_vain -= 1
@@ -87,7 +94,7 @@ class StepGraph:
             if self._stream is None or self._stream.device != device:
                 self._stream = torch.cuda.Stream(device)
             self._stream.wait_stream(torch.cuda.current_stream())
-            # Not by torch.cuda.graph, which empties the allocator's cache: votes would lie elsewhere ever after.
+            # Not by torch.cuda.graph, which empties the allocator's cache.
             with torch.cuda.stream(self._stream):
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
@@ -97,9 +104,15 @@ class StepGraph:
         return graph
 
 
+def _keep(some: dict[Hashable, Any], key: Hashable, value: Any) -> None:
+    some[key] = value
+    if len(some) > REMEMBERED:
+        del some[next(iter(some))]
+
+
 def built_in(accumulators: Sequence[VoteAccumulator], groups: Sequence[Mapping[str, Any]]) -> Hashable:
-    """All that a recorded step takes for granted: settings, how votes were cast, and where everything lies. None where a
-    step cannot be recorded."""
+    """All that a recorded step takes for granted: settings, how votes were cast, how large they can be, and where everything
+    lies but them. None where a step cannot be recorded."""
     device, found = None, []
     for one in accumulators:
         layer, votes = one.layer(), one.votes
@@ -107,9 +120,9 @@ def built_in(accumulators: Sequence[VoteAccumulator], groups: Sequence[Mapping[s
                 or one.in_backward or not isinstance(one.step, Tensor)):
             return None
         device = votes.device if device is None else device
-        if votes.device != device:
+        if votes.device != device or votes.data_ptr() % ALIGNED or not votes.is_contiguous():
             return None
-        found.append((votes.data_ptr(), votes.dtype, one.tokens, one.samples, one.backwards, len(one.mean_squares),
+        found.append((votes.dtype, one.bound.bit_length(), one.backwards, len(one.mean_squares),
                       layer.qweight.data_ptr(), layer.storage, layer.scale_number(), one.vote, one.seed,
                       *(0 if kept is None else kept.data_ptr() for kept in (one.x_rms, one.grad_rms, one.second_moment))))
     if not found or torch.cuda.is_current_stream_capturing():

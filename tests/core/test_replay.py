@@ -1,5 +1,7 @@
 """replay.py: a step of the optimizer that is replayed is the same step."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +9,7 @@ from torch import nn
 
 import gft
 from gft import replay
+from gft.ops.places import table_for
 
 
 class Loop:
@@ -63,6 +66,7 @@ class Counted:
         monkeypatch.setattr(replay, "built_in", lambda *_: self.now)
         self.steps = replay.StepGraph()
         monkeypatch.setattr(self.steps, "_record", self.record)
+        self.one = SimpleNamespace(votes=torch.zeros(1, 1, dtype=torch.int32), layer=lambda: None, discard=lambda: None)
 
     def record(self, *_):
         self.recorded += 1
@@ -73,31 +77,40 @@ class Counted:
 
     def step(self) -> None:
         self.taken += 1
+        table_for([self.one.votes])
 
-    def take(self, *places) -> None:
-        for self.now in places:
-            self.steps.take(self.step, [], [{"params": [torch.empty(0)], "lr": 0.1}])
+    def take(self, *kinds) -> None:
+        for self.now in kinds:
+            self.steps.take(self.step, [self.one], [{"params": [torch.empty(0)], "lr": 0.1}])
 
 
 def test_what_comes_a_second_time_is_recorded_and_then_replayed(monkeypatch):
     counted = Counted(monkeypatch)
-    counted.take("here", "there", "here", "there", "here", "there", None)
+    counted.take("long", "short", "long", "short", "long", "short", None)
     assert (counted.taken, counted.recorded, counted.replayed) == (3, 2, 4)
 
 
-def test_votes_that_keep_on_wandering_are_recorded_no_more(monkeypatch):
+def test_steps_that_are_hardly_ever_alike_are_recorded_no_more(monkeypatch):
     counted = Counted(monkeypatch)
-    for place in range(50):
-        counted.take(place, place)
+    for kind in range(50):
+        counted.take(kind, kind)
     assert counted.recorded == replay.MOST_IN_VAIN
 
 
-def test_votes_that_lie_still_between_evaluations_are_recorded_for_ever_and_old_graphs_forgotten(monkeypatch):
+def test_steps_that_are_alike_for_a_while_are_recorded_for_ever_and_old_graphs_forgotten(monkeypatch):
     counted = Counted(monkeypatch)
-    for place in range(50):
-        counted.take(*[place] * (replay.REPAID + 1))
+    for kind in range(50):
+        counted.take(*[kind] * (replay.REPAID + 1))
     assert counted.recorded == 50
     assert len(counted.steps._graphs) == replay.REMEMBERED
+
+
+def test_a_step_whose_votes_no_table_was_asked_for_is_not_recorded(monkeypatch):
+    """A kernel has built in where they lie."""
+    counted = Counted(monkeypatch)
+    counted.step = lambda: None
+    counted.take("here", "here", "here")
+    assert counted.recorded == 0
 
 
 @pytest.fixture
@@ -113,6 +126,27 @@ def test_replayed_steps_are_the_steps(pair, monkeypatch):
         for number in range(12):
             loop.optimizer.param_groups[0]["lr"] = 0.3 / (number + 1)
             loop.step(number)
+    assert pair[0].recordings == 1
+    assert_same(*pair)
+
+
+@pytest.mark.gpu
+def test_votes_that_lie_elsewhere_at_each_step_are_found(pair):
+    kept = []
+    for loop in pair:
+        for number in range(8):
+            kept.append(torch.empty(72, 72, dtype=torch.int32, device="cuda"))  # where the allocator had put them
+            loop.step(number)
+    assert pair[0].recordings == 1
+    assert_same(*pair)
+
+
+@pytest.mark.gpu
+def test_batches_of_other_sizes_are_replayed_by_one_recording(pair):
+    """But for how many bits their votes can have."""
+    for loop in pair:
+        for number in range(8):
+            loop.step(number, size=64 - number)
     assert pair[0].recordings == 1
     assert_same(*pair)
 

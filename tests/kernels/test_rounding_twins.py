@@ -18,6 +18,7 @@ from kernel_cases import (
 
 from gft import ops
 from gft.errors import UsageError
+from gft.ops.places import Places, told_by
 from gft.ops.rounding import plan_of_sums
 from gft.storage import Storage
 
@@ -265,6 +266,40 @@ def test_weights_that_move_together_read_numbers_on_the_device(triton_twins, lr)
     there = replace(there, key=replace(there.key, step=torch.tensor(6, device=triton_twins.device)))
     results = triton_twins.round_many([there], torch.tensor(lr, device=triton_twins.device))
     assert (assert_rounded([job], [there], results, lr) > 0) == (lr > 0)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_table_tells_where_votes_lie_and_may_be_written_anew(triton_twins, seed, monkeypatch):
+    """As a recorded step has them: first the table is asked for, then votes come to lie elsewhere."""
+    monkeypatch.setattr("gft.ops.triton.alike.MOST_LAYERS", 3)
+    draw = random.Random(seed)
+    jobs = jobs_of(draw, draw.choices(KINDS[:5], k=6) + draw.sample(KINDS, k=3))
+    places = None
+    for _ in range(2):
+        there = [replace(on(triton_twins.device, job), votes=aligned(job.votes.to(triton_twins.device))) for job in jobs]
+        votes = [job.votes for job in there]
+        if places is None:
+            places = Places(votes)
+        else:
+            places.write(votes)
+        with told_by(places):
+            assert assert_rounded(jobs, there, triton_twins.round_many(there, 0.4), 0.4) > 0
+        assert places.whole
+
+
+def aligned(votes: torch.Tensor) -> torch.Tensor:
+    """The same where it begins at a multiple of 16 bytes, as on a GPU."""
+    room = torch.empty(votes.nbytes + 16, dtype=torch.uint8, device=votes.device)
+    room = room[-room.data_ptr() % 16 :][: votes.nbytes].view(votes.dtype).view(votes.shape)
+    return room.copy_(votes)
+
+
+def test_what_is_made_of_votes_in_a_step_is_not_in_the_table():
+    votes = torch.zeros(2, 3, dtype=INT32)
+    places = Places([votes, votes.clone()])
+    assert places.part_for([votes.clone()]) is None
+    assert places.part_for([votes]) is not None
+    assert not places.whole
 
 
 @pytest.mark.parametrize("other", [{"seed": 1}, {"call": 9}, {"step": 5}], ids=str)

@@ -3,16 +3,19 @@
 A network has dozens of matrices in a few shapes, most of them too small to fill a GPU, and every launch has a start and a
 tail. So layers that differ in nothing but where they lie, how far they move and which random numbers they draw share one:
 the last number of a program says which of them it works on. Their pointers come as tuples among the kernel's arguments. A
-table in the GPU's memory would have to be copied there, which must not happen while a CUDA graph is captured.
+table in the GPU's memory would have to be copied there, which takes longer; only for steps that are replayed, where the
+arguments cannot change, it is worth that (places.py).
 """
 
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from gft.ops.places import table_for
 from gft.ops.rounding import RoundingJob
 from gft.storage import Storage
 
@@ -63,3 +66,22 @@ def pick(one_a_layer, layer):
     for other in tl.static_range(1, len(one_a_layer)):
         picked = tl.where(layer == other, one_a_layer[other], picked)
     return picked
+
+
+def votes_argument(votes: Sequence[Tensor]) -> tuple[Any, dict[str, bool], int]:
+    """Votes as a kernel takes them, by their addresses or by a table of these; the constants that say which; and how many
+    addresses there are."""
+    table = table_for(votes)
+    if table is None:
+        all_of_them = padded(votes)
+        return all_of_them, {"TABLE": False, "WIDE": False}, len(all_of_them)
+    return table, {"TABLE": True, "WIDE": votes[0].dtype is torch.int64}, 0
+
+
+@triton.jit
+def pick_votes(votes, layer, TABLE: tl.constexpr, WIDE: tl.constexpr):
+    """Those of one layer, of what `votes_argument` gave."""
+    if TABLE:
+        address = tl.multiple_of(tl.load(votes + layer), 16)
+        return address.to(tl.pointer_type(tl.int64 if WIDE else tl.int32))
+    return pick(votes, layer)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gft.ops import checks
 from gft.ops.rounding import CLIP, MOST_HALVINGS, RoundingJob, RoundingPlan
-from gft.ops.triton.alike import padded, pick
+from gft.ops.triton.alike import padded, pick, pick_votes, votes_argument
 from gft.ops.triton.launch import Launcher
 from gft.ops.triton.noise import on_device
 from gft.ops.triton.overlap import launched_early, let_next_begin, overlaps, wait_for_previous
@@ -29,14 +29,15 @@ def _votes(votes, row, column, rows, columns):
 
 @triton.jit(do_not_specialize=["shift"])
 def _squares_kernel(votes, sums, stride, rows, columns, shift, SHIFTED: tl.constexpr, WARPS: tl.constexpr,
-                    ROWS: tl.constexpr, WIDTH: tl.constexpr, TIMES: tl.constexpr, OVERLAPS: tl.constexpr):
+                    ROWS: tl.constexpr, WIDTH: tl.constexpr, TIMES: tl.constexpr, OVERLAPS: tl.constexpr,
+                    TABLE: tl.constexpr, WIDE: tl.constexpr):
     """sums: of each layer the total's high and low half, then rows, then columns. Integers are the same in whatever order
     atomics add.
 
     Shaped so that a warp has rows of its own: a column is added up inside a thread until the end, and a row inside a warp.
     """
     let_next_begin(OVERLAPS)
-    votes, sums = pick(votes, tl.program_id(1)), sums + tl.program_id(1) * stride
+    votes, sums = pick_votes(votes, tl.program_id(1), TABLE, WIDE), sums + tl.program_id(1) * stride
     # Both blocks in one number: a grid's second may not exceed 65,535.
     row_blocks = tl.cdiv(rows, WARPS * ROWS * TIMES)
     column = tl.program_id(0) // row_blocks * (WIDTH * 128) + tl.arange(0, WIDTH)[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -120,10 +121,10 @@ def _square(votes: Sequence[Tensor],  # of one shape and type, contiguous
     times = len(votes) * first.numel() // (PROGRAMS * at_once[0] * at_once[1])
     times = 1 << min(max(times, 1), MOST_TIMES).bit_length() - 1
     grid = triton.cdiv(rows, at_once[0] * times) * triton.cdiv(columns, at_once[1]), len(votes), 1
-    early, layers = overlaps(first), padded(votes)
+    early, (layers, kind, count) = overlaps(first), votes_argument(votes)
     constants = {"SHIFTED": shift > 0 or first.dtype is torch.int64, "WARPS": SQUARES_WARPS, "ROWS": SQUARES_ROWS,
-                 "WIDTH": SQUARES_WIDTH, "TIMES": times, "OVERLAPS": early}
-    _launch_squares((len(layers), rows, columns, first.dtype, *constants.values()), grid,
+                 "WIDTH": SQUARES_WIDTH, "TIMES": times, "OVERLAPS": early, **kind}
+    _launch_squares((count, rows, columns, first.dtype, *constants.values()), grid,
                     (layers, sums, stride_of(rows, columns), rows, columns, shift), constants, num_warps=SQUARES_WARPS,
                     **launched_early(early))
     return early

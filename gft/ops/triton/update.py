@@ -17,7 +17,7 @@ from gft.ops import checks
 from gft.ops import rounding as definitions
 from gft.ops.rounding import Rounded, RoundingJob, RoundingPlan
 from gft.ops.topk import TopKPlan
-from gft.ops.triton.alike import Batch, by_eights, kind_of, padded, pick, shared_launches
+from gft.ops.triton.alike import Batch, by_eights, kind_of, padded, pick, pick_votes, shared_launches, votes_argument
 from gft.ops.triton.constants import constants_of
 from gft.ops.triton.factors import factors_of, stride_of
 from gft.ops.triton.launch import Launcher
@@ -79,7 +79,7 @@ def _move_kernel(stored, votes, flips, stride, rows, columns, bytes_a_row,
                  TOPK: tl.constexpr, THRESHOLD: tl.constexpr, PACKED: tl.constexpr, WIDTH: tl.constexpr,
                  LARGEST: tl.constexpr, MEMORY_BITS: tl.constexpr, SPARE_BITS: tl.constexpr, INERTIA: tl.constexpr,
                  BY_EIGHTS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, EIGHTHS: tl.constexpr,
-                 OVERLAPS: tl.constexpr):
+                 OVERLAPS: tl.constexpr, TABLE: tl.constexpr, WIDE: tl.constexpr):
     """A thread has eight weights side by side: one counter of noise, and one word of WIDTH bytes.
 
     BY_EIGHTS: no row ends inside a word. EVEN: and none inside a program.
@@ -88,7 +88,8 @@ def _move_kernel(stored, votes, flips, stride, rows, columns, bytes_a_row,
     block, layer = tl.num_programs(0) - 1 - tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     row_blocks = tl.cdiv(rows, ROWS)
     row_block, eighth_block = block % row_blocks, block // row_blocks
-    stored, votes, noise_stream = pick(stored, layer), pick(votes, layer), (pick(noise_stream, layer) - 3) >> 1
+    stored, votes = pick(stored, layer), pick_votes(votes, layer, TABLE, WIDE)
+    noise_stream = (pick(noise_stream, layer) - 3) >> 1
     row_factor, column_factor, cap = row_factor + layer * stride, column_factor + layer * stride, cap + layer * stride
     N: tl.constexpr = ROWS * EIGHTHS
     place = tl.arange(0, N)
@@ -199,11 +200,12 @@ def _move(batch: Batch,
     # Blocks of rows and of columns in one number: a grid's second may not exceed 65,535.
     grid = triton.cdiv(rows, rows_at_once) * triton.cdiv(columns, eighths * 8), len(batch.stored), 1
     numbers, kind = _plan_arguments(plan, flips)
+    votes, their_kind, _ = votes_argument(batch.votes)
     constants = {**kind, **constants_of(batch.storage), "BY_EIGHTS": in_words, "EVEN": even, "ROWS": rows_at_once,
-                 "EIGHTHS": eighths, "OVERLAPS": early}
+                 "EIGHTHS": eighths, "OVERLAPS": early, **their_kind}
     _launch_move((len(streams), rows, columns, batch.votes[0].dtype, stride, isinstance(numbers[2], Tensor), width(key),
                   max(streams) >> 31, key.first >> 31, *constants.values()), grid,
-                 (padded(batch.stored), padded(batch.votes), flips, stride, rows, columns, bytes_a_row, *numbers, key.seed,
+                 (padded(batch.stored), votes, flips, stride, rows, columns, bytes_a_row, *numbers, key.seed,
                   on_device(key.step, first), streams, key.call, key.first), constants, num_warps=MOVE_WARPS,
                  **launched_early(early))
     torch.autograd.graph.increment_version(batch.stored)  # autograd does not see what a kernel writes
