@@ -167,6 +167,10 @@ def _graph_kernel(values, factors, out, squares, used, key, step, call, stored, 
                    BYTES)
 
 
+# One choice: so torch's compiler learns how many warps a program has.
+_graph_kernel_in_warps = triton.autotune([triton.Config({}, num_warps=WARPS)], key=[])(_graph_kernel)
+
+
 def graph_prepare(values: Tensor, noise: Sequence[Tensor], weight: Sequence[Tensor], layout: Sequence[int], purpose: int,
                   vote: tuple[int, float]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """compiled.prepare as a launch that a graph can hold. vote: the largest q, and what one rms is in 1/65536 of it."""
@@ -183,12 +187,11 @@ def graph_prepare(values: Tensor, noise: Sequence[Tensor], weight: Sequence[Tens
     squares = torch.empty((runs, features), dtype=torch.float32, device=device)
     read = torch.empty(reading.sizes[:2], dtype=values.dtype, device=device)
     used = torch.empty((1,), dtype=torch.int64, device=device)
-    wrap_triton(_graph_kernel)[blocks, runs + triton.cdiv(reading.grid[0] * across, blocks), 1](
+    wrap_triton(_graph_kernel_in_warps)[blocks, runs + triton.cdiv(reading.grid[0] * across, blocks), 1](
         values, factors, q, squares, used, key, step, call, stored, read, scale, gain[0] if gain else stored, scaling.root,
         tokens, features, activations.LARGEST_SQUARED**2, *reading.sizes, runs, across,
         PURPOSE=purpose, UNIT=vote[1], ALIGNED=tokens % 16 == 0 and features % 8 == 0, BY_EIGHTS=features % 8 == 0,
-        TOP=float(vote[0] * 65536), LANES=activations.LANES, RUN=activations.RUN, FEATURES=FEATURES, **reading.constants,
-        num_warps=WARPS)
+        TOP=float(vote[0] * 65536), LANES=activations.LANES, RUN=activations.RUN, FEATURES=FEATURES, **reading.constants)
     return read, q, squares, used
 
 
