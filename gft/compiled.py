@@ -124,8 +124,8 @@ def _cast(grad_q: Tensor, grad_squares: Tensor, q: Tensor, squares: Tensor, log_
     grad_gain = None
     if votes is not None:
         along = None if log_gain is None else Along(weight, layer.gain_slope())
-        grad_gain = votes.cast(lambda grad: ((slice(None), q, grad),), Quantized(q, squares), Quantized(grad_q, grad_squares),
-                               shape, 1, along)
+        grad_gain = votes.cast(lambda grad: ((slice(None), q, grad),), Quantized(q, squares),
+                               Quantized(grad_q, grad_squares), shape, 1, along)
         if votes.panel is not None:
             votes.panel.uses.at_least(votes.backwards)
     nothing = squares.new_empty(0)

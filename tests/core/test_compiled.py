@@ -36,7 +36,8 @@ class Network(nn.Module):
         return self.scaled(x + self.down(self.up(x).relu()))
 
 
-def trained(compiler=None, device: str = "cpu", micro_batches: int = 1, steps: int = 3, **settings) -> dict[str, torch.Tensor]:
+def trained(compiler=None, device: str = "cpu", micro_batches: int = 1, steps: int = 3,
+            **settings) -> dict[str, torch.Tensor]:
     """The end of a short training: weights, and what the optimizer keeps."""
     torch.manual_seed(1)
     model = Network(**settings).to(device)
@@ -74,7 +75,8 @@ def test_one_graph_serves_all_steps_also_the_first_whose_scales_are_not_known_ye
 def test_checkpoints_and_layers_that_are_used_twice_train(in_parts):
     class Twice(Network):
         def forward(self, x):
-            return self.scaled(checkpoint(lambda y: self.down(self.up(y).relu()), self.down(self.up(x)), use_reentrant=False))
+            once = self.down(self.up(x))
+            return self.scaled(checkpoint(lambda y: self.down(self.up(y).relu()), once, use_reentrant=False))
 
     model = Twice()
     optimizer = gft.GFT(gft.quantized(model), lr=0.8)
@@ -143,7 +145,7 @@ def test_other_votes_go_by_one_operator(monkeypatch, setting, value):
 def prepared(layer: QuantLayer, values: torch.Tensor, known: bool, purpose: int):
     """The arguments of `prepare` for a layer; its factors known, or those of its first batch."""
     device = values.device
-    factors = torch.rand(values.shape[1], device=device) * 1e5 + 1e5 if known else torch.zeros(values.shape[1], device=device)
+    factors = (torch.rand(values.shape[1], device=device) + 1) * 1e5 * known
     not_finite = torch.zeros((), dtype=torch.int64, device=device)
     key = torch.tensor([2**62 + 3, 7, not_finite.data_ptr()], device=device)
     noise = [factors, key, torch.tensor(3, device=device), torch.tensor(2, device=device), not_finite]

@@ -28,7 +28,7 @@ from gft.ops.triton.windows import depthwise_votes, patches
 
 def twins() -> dict[str, Callable[..., Any]]:
     """The operations that Triton does, by name."""
-    offered = (read_and_quantize, preparer, graph_prepare, quantize, take_mean, float_levels, pack_fields, unpack_fields, patches,
-               votes_product, grouped_votes_product, depthwise_votes, sequence_votes, along_levels, linear, kth_largest,
+    offered = (read_and_quantize, preparer, graph_prepare, quantize, take_mean, float_levels, pack_fields, unpack_fields,
+               patches, votes_product, grouped_votes_product, depthwise_votes, sequence_votes, along_levels, linear, kth_largest,
                sums_of_squares, rounding_plan, round_weights, topk_weights, round_many)
     return {function.__name__: function for function in offered}

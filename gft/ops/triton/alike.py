@@ -83,5 +83,9 @@ def pick_votes(votes, layer, TABLE: tl.constexpr, WIDE: tl.constexpr):
     """Those of one layer, of what `votes_argument` gave."""
     if TABLE:
         address = tl.multiple_of(tl.load(votes + layer), 16)
-        return address.to(tl.pointer_type(tl.int64 if WIDE else tl.int32))
-    return pick(votes, layer)
+        if WIDE:
+            return address.to(tl.pointer_type(tl.int64))
+        else:  # noqa: RET505  (else Triton would compile what follows, too)
+            return address.to(tl.pointer_type(tl.int32))
+    else:
+        return pick(votes, layer)

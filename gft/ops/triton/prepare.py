@@ -139,13 +139,15 @@ def preparer(weight: StoredWeight, values: Tensor, factors: Tensor | None, large
 
 
 @triton.jit
-def _graph_kernel(values, factors, out, squares, used, key, step, call, stored, weight, scales, log_gain, root,
-                  tokens, features, largest_square, rows, columns, bytes_a_row, groups, group, chunks, blocks_across,
-                  PURPOSE: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr, BY_EIGHTS: tl.constexpr,
-                  TOP: tl.constexpr, LANES: tl.constexpr, RUN: tl.constexpr, FEATURES: tl.constexpr, GROUPS: tl.constexpr,
-                  GAIN: tl.constexpr, PACKED: tl.constexpr, WIDTH: tl.constexpr, LARGEST: tl.constexpr,
-                  MEMORY_BITS: tl.constexpr, SPARE_BITS: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr):
-    """_both_kernel where all that may change from step to step is read from memory, as a graph keeps its arguments."""
+def _graph_kernel(values, factors, out, squares, used, key, step, call, stored, weight, scales, log_gain,
+                  tokens, features, rows, columns, bytes_a_row, groups, group, chunks, blocks_across,
+                  ROOT: tl.constexpr, LARGEST_SQUARE: tl.constexpr, PURPOSE: tl.constexpr, UNIT: tl.constexpr,
+                  ALIGNED: tl.constexpr, BY_EIGHTS: tl.constexpr, TOP: tl.constexpr, LANES: tl.constexpr, RUN: tl.constexpr,
+                  FEATURES: tl.constexpr, GROUPS: tl.constexpr, GAIN: tl.constexpr, PACKED: tl.constexpr,
+                  WIDTH: tl.constexpr, LARGEST: tl.constexpr, MEMORY_BITS: tl.constexpr, SPARE_BITS: tl.constexpr,
+                  ROWS: tl.constexpr, BYTES: tl.constexpr):
+    """_both_kernel where all that may change from step to step is read from memory, as a graph keeps its arguments. Floats
+    are constants: as arguments they would be float64 there."""
     chunk = tl.program_id(1)
     if chunk < chunks:
         its_call = tl.load(call)
@@ -154,7 +156,7 @@ def _graph_kernel(values, factors, out, squares, used, key, step, call, stored, 
                 tl.store(used, its_call)
         # By an address and not as an argument: Inductor copies what a kernel changes, and this is but counted up.
         not_finite = tl.load(key + 2).to(tl.pointer_type(tl.int64))
-        quantize_block(tl.program_id(0), chunk, values, factors, out, squares, not_finite, tokens, features, largest_square,
+        quantize_block(tl.program_id(0), chunk, values, factors, out, squares, not_finite, tokens, features, LARGEST_SQUARE,
                        tl.load(key), step, 3 * tl.load(key + 1) + PURPOSE, its_call, False, PURPOSE == 2, ALIGNED,
                        BY_EIGHTS, TOP, LANES, RUN, FEATURES, UNIT)
     else:
@@ -162,7 +164,7 @@ def _graph_kernel(values, factors, out, squares, used, key, step, call, stored, 
         number = 1.0
         if not GROUPS:
             number = tl.load(scales)
-        read_block(program // blocks_across, program % blocks_across, stored, weight, scales, log_gain, number, root, rows,
+        read_block(program // blocks_across, program % blocks_across, stored, weight, scales, log_gain, number, ROOT, rows,
                    columns, bytes_a_row, groups, group, GROUPS, GAIN, PACKED, WIDTH, LARGEST, MEMORY_BITS, SPARE_BITS, ROWS,
                    BYTES)
 
@@ -188,9 +190,8 @@ def graph_prepare(values: Tensor, noise: Sequence[Tensor], weight: Sequence[Tens
     read = torch.empty(reading.sizes[:2], dtype=values.dtype, device=device)
     used = torch.empty((1,), dtype=torch.int64, device=device)
     wrap_triton(_graph_kernel_in_warps)[blocks, runs + triton.cdiv(reading.grid[0] * across, blocks), 1](
-        values, factors, q, squares, used, key, step, call, stored, read, scale, gain[0] if gain else stored, scaling.root,
-        tokens, features, activations.LARGEST_SQUARED**2, *reading.sizes, runs, across,
-        PURPOSE=purpose, UNIT=vote[1], ALIGNED=tokens % 16 == 0 and features % 8 == 0, BY_EIGHTS=features % 8 == 0,
+        values, factors, q, squares, used, key, step, call, stored, read, scale, gain[0] if gain else stored, tokens, features,
+        *reading.sizes, runs, across, ROOT=scaling.root if gain else 0.0, LARGEST_SQUARE=activations.LARGEST_SQUARED**2, PURPOSE=purpose, UNIT=vote[1], ALIGNED=tokens % 16 == 0 and features % 8 == 0, BY_EIGHTS=features % 8 == 0,
         TOP=float(vote[0] * 65536), LANES=activations.LANES, RUN=activations.RUN, FEATURES=FEATURES, **reading.constants)
     return read, q, squares, used
 
