@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gft.compiled import DEVICES
 from gft.distributed import (
     ALONE,
     Ranks,
@@ -34,7 +33,6 @@ from gft.distributed import (
 )
 from gft.errors import UsageError, UsageTypeError, shortened
 from gft.layers import QuantLayer, layer_of
-from gft.panel import Panel, Uses
 from gft.replay import StepGraph
 from gft.rules import Part, Rounding, Rule, TopK, WeightStep
 from gft.rules.orthogonalize import BOUND
@@ -96,7 +94,7 @@ class GFT(Optimizer):
         self._process_group, self.ranks = process_group, ranks_of(process_group)
         self._accumulators: dict[Tensor, VoteAccumulator] = {}  # the votes on each weight, which its layer owns
         self._parts: dict[Tensor, Part] = {}  # of the weights whose rows ranks share out: which are this one's
-        self._graph, self._uses = StepGraph(), {}
+        self._graph = StepGraph()
         super().__init__(params, {"lr": lr, "rule": rule, "vote": vote, "seed": seed, "in_backward": in_backward, "step": 0,
                                   "wire": "int32"})
 
@@ -153,7 +151,6 @@ class GFT(Optimizer):
         self._reported = self._unreported = 0
         self._compared = False  # with the other ranks
         new: list[tuple[QuantLayer, Tensor, VoteAccumulator]] = []
-        clocks: dict[torch.device, Tensor] = {}  # where kernels of a graph read them
         for weight in group["params"]:
             layer = layer_of(weight)
             if layer is None:
@@ -163,10 +160,6 @@ class GFT(Optimizer):
             votes = VoteAccumulator(group["vote"], group["seed"], self._number(layer, weight))
             votes.layer, votes.optimizer = weakref.ref(layer), weakref.ref(self)
             votes.step, votes.rank, votes.world = group["step"], self.ranks.rank, self.ranks.world
-            if weight.device.type in DEVICES:
-                if weight.device not in clocks:
-                    clocks[weight.device] = torch.tensor(int(group["step"]), device=weight.device)
-                votes.step = clocks[weight.device]
             votes.in_backward, votes.wire, votes.transposed = group["in_backward"], group["wire"], layer.transposed
             if is_sharded(weight):
                 votes.scatter, self._parts[weight] = scatter_of(weight), part_of(weight)
@@ -175,9 +168,6 @@ class GFT(Optimizer):
                     del self.state[weight][name]
                 setattr(votes, name, self.state[weight].get(name))
             votes.check_state(layer.inputs, (layer.rows, layer.columns), layer.outputs)
-            if layer.in_parts and votes.world == 1 and votes.scatter is None:
-                uses = self._uses.setdefault(weight.device, Uses(weight.device))
-                votes.give_panel(Panel(votes.seed, votes.number, (layer.inputs, layer.outputs), uses))
             new.append((layer, weight, votes))
         for layer, weight, votes in new:  # all of them, or none
             layer.votes = self._accumulators[weight] = votes
@@ -254,7 +244,7 @@ class GFT(Optimizer):
             self._move([weight for weight in group["params"] if self._accumulators[weight].votes is not None], group)
             renew(accumulators)
             for weight, votes in zip(group["params"], accumulators, strict=True):
-                votes.cast_by(group["vote"], group["seed"])  # not before: votes were cast by the old ones
+                votes.vote, votes.seed = group["vote"], group["seed"]  # not before: votes were cast by the old ones
                 kept = {name: getattr(votes, name) for name in RUNNING}
                 self.state[weight].update({name: scale for name, scale in kept.items() if scale is not None})
             self._count_flips(group)
@@ -474,7 +464,7 @@ class GFT(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # also the last act of load_state_dict
-        self._accumulators, self._parts, self._graph, self._uses = {}, {}, StepGraph(), {}
+        self._accumulators, self._parts, self._graph = {}, {}, StepGraph()
         self.ranks = ranks_of(self._process_group)
         for group in self.param_groups:
             group.setdefault("wire", self.defaults["wire"])  # of a time when there was no choice

@@ -181,11 +181,6 @@ def handle_of(layer: Layer) -> Tensor:
     return torch.tensor(number, device="cpu")
 
 
-def layer_of_handle(handle: Tensor) -> Any:
-    """The layer that `handle_of` has given this handle."""
-    return _LAYERS[int(handle)]
-
-
 def kept_as(layer: Layer, x_shape: torch.Size) -> str:
     """The name of the quantizer of x that backward keeps; empty where none is."""
     return "" if layer.casts is None else type(layer.casts.vote.within(layer.sequence_length(x_shape))).__name__
@@ -218,19 +213,19 @@ def memory_format_of(images: Tensor) -> torch.memory_format:
 
 # Defined by hand and not by torch.library.custom_op, whose wrappers take the host as long as all that is inside. Neither has
 # a derivative: CompiledProduct ties them together, and torch.compile traces into it.
-OPERATORS = torch.library.Library("gft", "DEF")
+_OPERATORS = torch.library.Library("gft", "DEF")
 for _signature in (
     "product(Tensor x, Tensor stored, Tensor? log_gain, Tensor handle, SymInt[] geometry, str vote) "
     "-> (Tensor, Tensor, Tensor)",
     "product_backward(Tensor grad_output, Tensor stored, Tensor kept, Tensor squares, Tensor? log_gain, Tensor handle, "
     "SymInt[] x_shape, bool wants_grad_input) -> (Tensor, Tensor, Tensor)",
 ):
-    OPERATORS.define(_signature, tags=(torch.Tag.cudagraph_unsafe,))
+    _OPERATORS.define(_signature, tags=(torch.Tag.cudagraph_unsafe,))
 
 
 def _product_operator(x: Tensor, stored: Tensor, log_gain: Tensor | None, handle: Tensor, geometry: Sequence[int],
                       vote: str) -> tuple[Tensor, Tensor, Tensor]:
-    y, kept, squares = forward(layer_of_handle(handle), x, log_gain)
+    y, kept, squares = forward(_LAYERS[int(handle)], x, log_gain)
     return (y, x.new_empty(0, dtype=torch.int8) if kept is None else kept,
             x.new_empty(0, dtype=torch.float32) if squares is None else squares)
 
@@ -257,7 +252,7 @@ def _product_shapes(x: Tensor, stored: Tensor, log_gain: Tensor | None, handle: 
 def _backward_operator(grad_output: Tensor, stored: Tensor, kept: Tensor, squares: Tensor, log_gain: Tensor | None,
                        handle: Tensor, x_shape: Sequence[int], wants_grad_input: bool) -> tuple[Tensor, Tensor, Tensor]:
     saved = stored, kept if kept.numel() else None, squares if squares.numel() else None
-    grad_input, grad_gain = backward(layer_of_handle(handle), grad_output, saved, log_gain, torch.Size(x_shape),
+    grad_input, grad_gain = backward(_LAYERS[int(handle)], grad_output, saved, log_gain, torch.Size(x_shape),
                                      wants_grad_input)
     if grad_gain is None:
         grad_gain = grad_output.new_empty(0, dtype=torch.float32) if log_gain is None else torch.zeros_like(log_gain)
@@ -277,8 +272,8 @@ def _backward_shapes(grad_output: Tensor, stored: Tensor, kept: Tensor, squares:
 
 for _name, _run, _shapes in (("product", _product_operator, _product_shapes),
                              ("product_backward", _backward_operator, _backward_shapes)):
-    OPERATORS.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"gft::{_name}", _shapes, lib=OPERATORS)
+    _OPERATORS.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"gft::{_name}", _shapes, lib=_OPERATORS)
 
 
 class CompiledProduct(torch.autograd.Function):

@@ -25,7 +25,6 @@ from torch import Tensor
 from gft import ops
 from gft.errors import UsageError
 from gft.ops import Quantized
-from gft.panel import Panel
 from gft.philox import NoiseKey
 from gft.settings import Setting, check_choice
 
@@ -187,7 +186,6 @@ class VoteAccumulator:
         self.wire = "int32"
         self.in_backward = False  # does it move the weight after each backward pass?
         self.transposed = False  # are the rows of the weight features of x, the columns those of grad_output?
-        self.panel: Panel | None = None  # for compiled graphs
         self.prepared_for: Any = None  # the rule the weight is stored for; None when its bytes have just been loaded
 
         # Kept from step to step, in the optimizer's state_dict.
@@ -410,27 +408,8 @@ class VoteAccumulator:
             assert values is not None
             return fixed_point_factors(vote, ops.mean_square(values).sqrt())
         if (which, vote) not in self._factors:
-            factors = fixed_point_factors(vote, rms)
-            if self.panel is not None and type(vote) is Int8:  # where compiled graphs read them
-                factors = self.panel.factors_of(which).copy_(factors)
-            self._factors[which, vote] = factors
+            self._factors[which, vote] = fixed_point_factors(vote, rms)
         return self._factors[which, vote]
-
-    def give_panel(self, panel: Panel) -> None:
-        """Let compiled graphs know this accumulator's scales."""
-        self.panel, self.not_finite = panel, panel.not_finite
-        for which in ("x_rms", "grad_rms"):
-            self._tell_panel(which)
-
-    def _tell_panel(self, which: str) -> None:
-        if self.panel is not None and getattr(self, which) is not None:
-            self._factors_of(which, self.vote)
-
-    def cast_by(self, vote: Vote, seed: int) -> None:
-        """How votes are cast from the next forward pass on."""
-        self.vote, self.seed = vote, seed
-        if self.panel is not None and self.panel.seed != seed:
-            self.panel.set_seed(seed)
 
     def _note(self, which: str, squares: Tensor | None, tokens: int) -> ops.MeanSquare | None:
         """Sums of squares that are to be taken the mean of, and added to the step's."""
@@ -444,7 +423,6 @@ class VoteAccumulator:
             ops.take_mean(*mean)
             setattr(self, which, self._rooms[which].sqrt())
             self._begun.add(which)
-            self._tell_panel(which)
             return None
         return mean
 
@@ -461,9 +439,6 @@ class VoteAccumulator:
         setattr(self, which, rms)
         self._prepared.pop(which, None)
         self._factors = {key: factors for key, factors in self._factors.items() if key[0] != which}
-        if self.panel is not None:
-            self.panel.factors_of(which).zero_()
-            self._tell_panel(which)
 
     def drop_votes(self) -> None:
         """Drop the votes, which have moved the weight; the count of backward passes and tokens goes on."""
@@ -478,8 +453,6 @@ class VoteAccumulator:
         self.drop_votes()
         self.tokens = self.samples = self.backwards = self.shared_out = self.pending = self.recomputed = 0
         self.mean_squares.clear()
-        if self.panel is not None:
-            self.panel.uses.restart()
 
     def check_state(self, inputs: int, shape: tuple[int, int], outputs: int | None = None) -> None:
         """Raise unless the running scales fit a weight of this shape. Here they enter: kernels that read them, a GPU's

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from gft import ops
-from gft.compiled import CompiledLinear, tensors_of
 from gft.errors import UsageError, UsageTypeError
 from gft.initialize import STARTS, fitted_scale, groups_a_row, in_levels, kept_scale, scale_of
 from gft.layers import reading
@@ -59,7 +58,6 @@ class QuantLayer(nn.Module):
     frozen: bool = False  # by requires_grad_(False): casts no votes, whoever its optimizer is
     number: int | None  # among the model's quantized layers, for the random streams (number_layers)
     name: str | None = None  # in the model that was quantized, for errors (number_layers)
-    in_parts = False  # does torch.compile see more of it than one operator (compiled.py)?
     transposed = False  # are the rows of the weight features of x, not of y?
 
     def __init__(self, float_shape: tuple[int, ...], storage: Storage, *, bias: bool = False, gain: bool = False,
@@ -326,13 +324,7 @@ class QuantLayer(nn.Module):
         elif compiling:
             # Cast here, where autocast is known: the operator runs outside of it.
             x = x.to(self.product_dtype(x))
-            tensors = tensors_of(self, x) if self.in_parts else None
-            if tensors is None:
-                y = CompiledProduct.apply(x, self._anchor, stored, inside, self._handle, self.geometry,
-                                          kept_as(self, x.shape))
-            else:
-                layout = [self.columns, self.storage.bits, int(self.storage.memory)]
-                y = CompiledLinear.apply(x, self._anchor, inside, layout, *tensors)
+            y = CompiledProduct.apply(x, self._anchor, stored, inside, self._handle, self.geometry, kept_as(self, x.shape))
         elif casts is None and (stored.is_inference() or not (x.requires_grad or (self.training and not self.frozen))):
             y = self.scaled_product(x, inside)  # what was made in inference_mode cannot be kept for backward, nor trained
         else:

@@ -29,7 +29,6 @@ class QuantLinear(QuantLayer):
     Starts with the levels of a Gaussian of deviation 1/sqrt(in_features); `start_("paper")` with 90 % zeros.
     """
 
-    in_parts = True
     transposed_type: type[nn.Module] | None = None  # of the float layer, if its weight lay the other way round, (in, out)
 
     def __init__(self, in_features: int, out_features: int, bits: int = 4, bias: bool = False, *, memory: bool = True,

@@ -22,7 +22,6 @@ LANES, RUN, FEATURES, WARPS = 8, 8, 64, 2
 MOST_REGISTERS = 96  # a thread
 CAREFUL = tl.constexpr(16)  # tokens at once where care is needed
 VOTE_ROUNDS = tl.constexpr(philox.VOTE_ROUNDS)
-SMALLEST_RMS = tl.constexpr(1e-30)  # votes.SMALLEST_RMS
 
 
 @triton.jit
@@ -80,27 +79,12 @@ def _whole_tile(values, factors, out, first, block, tokens, features, seed, step
 
 
 @triton.jit
-def _own_factor(values, column, tokens, features, largest_square, UNIT: tl.constexpr):
-    """The factors of some features whose scale is not known yet: of these very values, all of them. Slow, and once in a
-    training."""
-    total = tl.zeros((CAREFUL, column.shape[0]), tl.float32)
-    for first in range(0, tokens, CAREFUL):
-        row = first + tl.arange(0, CAREFUL)
-        live = (row < tokens)[:, None] & (column < features)[None, :]
-        value = tl.load(values + row.to(tl.int64)[:, None] * features + column[None, :], mask=live, other=0.0).to(tl.float32)
-        value = tl.where(tl.abs(value) < float("inf"), value, 0.0)
-        total += tl.minimum(value * value, largest_square)
-    rms = tl.sqrt_rn(tl.sum(total, 0) / tokens)
-    return UNIT / tl.maximum(rms, SMALLEST_RMS)
-
-
-@triton.jit
-def _with_care(values, factor, out, first, block, tokens, features, largest_square, seed, step, noise_stream, call,
+def _with_care(values, factors, out, first, block, tokens, features, largest_square, seed, step, noise_stream, call,
                SIGN: tl.constexpr, BY_EIGHTS: tl.constexpr, TOP: tl.constexpr, TOKENS: tl.constexpr, FEATURES: tl.constexpr):
     """At the edges, too. What is NaN or inf becomes 0 and is counted; large squares are bounded."""
     column = block * FEATURES + tl.arange(0, FEATURES)
     inside = column < features
-    factor = factor[None, :]
+    factor = 0.0 if SIGN else tl.load(factors + column, mask=inside, other=0.0)[None, :]
     source, target = values + first * features, out + column.to(tl.int64)[:, None] * tokens + first
     total = tl.zeros((CAREFUL, FEATURES), tl.float32)
     bad = tl.zeros((CAREFUL, FEATURES), tl.int32)
@@ -130,31 +114,21 @@ def _with_care(values, factor, out, first, block, tokens, features, largest_squa
 def quantize_block(block, chunk, values, factors, out, squares, not_finite, tokens, features, largest_square,
                    seed, step, noise_stream, call,
                    SIGN: tl.constexpr, COUNT: tl.constexpr, ALIGNED: tl.constexpr, BY_EIGHTS: tl.constexpr,
-                   TOP: tl.constexpr, LANES: tl.constexpr, RUN: tl.constexpr, FEATURES: tl.constexpr,
-                   UNIT: tl.constexpr = 0.0):
+                   TOP: tl.constexpr, LANES: tl.constexpr, RUN: tl.constexpr, FEATURES: tl.constexpr):
     """Some tokens of some features. Tokens last: the votes are a product over tokens, and int8 tensor cores want those side
-    by side. With UNIT, a feature's first factor of 0 says that its scale is not known yet."""
+    by side."""
     first = chunk.to(tl.int64) * (LANES * RUN)
     sums, bad = tl.full((FEATURES,), float("inf"), tl.float32), tl.full((), 0, tl.int32)
-    known = True
-    if UNIT > 0:
-        known = tl.load(factors + block * FEATURES) > 0
     if ALIGNED:  # noqa: SIM102  (known when the kernel is compiled; the other only when it runs)
-        if (first + LANES * RUN <= tokens) & ((block + 1) * FEATURES <= features) & known:
+        if (first + LANES * RUN <= tokens) & ((block + 1) * FEATURES <= features):
             sums = _whole_tile(values, factors, out, first, block, tokens, features, seed, step, noise_stream, call,
                                SIGN, TOP, LANES, RUN, FEATURES)
     # A sum beyond the bound, or none at all, tells of a value that is NaN, inf or too large to be squared: once more, with
     # care. Elsewhere, which is next to always, the care would take a third of the time.
-    column = block * FEATURES + tl.arange(0, FEATURES)
     if tl.sum((sums <= largest_square).to(tl.int32)) < FEATURES:
-        factor = tl.zeros((FEATURES,), tl.float32)
-        if not SIGN:
-            factor = tl.load(factors + column, mask=column < features, other=0.0)
-        if UNIT > 0:  # noqa: SIM102
-            if known == 0:
-                factor = _own_factor(values, column, tokens, features, largest_square, UNIT)
-        sums, bad = _with_care(values, factor, out, first, block, tokens, features, largest_square,
+        sums, bad = _with_care(values, factors, out, first, block, tokens, features, largest_square,
                                seed, step, noise_stream, call, SIGN, BY_EIGHTS, TOP, LANES * RUN, FEATURES)
+    column = block * FEATURES + tl.arange(0, FEATURES)
     tl.store(squares + chunk * features + column, sums, mask=column < features)
     if COUNT:  # noqa: SIM102
         if bad > 0:

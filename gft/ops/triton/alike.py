@@ -85,7 +85,7 @@ def pick_votes(votes, layer, TABLE: tl.constexpr, WIDE: tl.constexpr):
         address = tl.multiple_of(tl.load(votes + layer), 16)
         if WIDE:
             return address.to(tl.pointer_type(tl.int64))
-        else:  # noqa: RET505  (else Triton would compile what follows, too)
+        else:  # without it Triton would compile what follows, too
             return address.to(tl.pointer_type(tl.int32))
     else:
         return pick(votes, layer)

@@ -130,7 +130,7 @@ def reading_of(kind: Hashable, stored: Tensor, storage: Storage, columns: int, d
             raise UsageError(f"{columns} columns are not channels of {places} places each")
         if dtype not in checks.FLOATS:
             return None
-        reading = _readings[kind] = reading_of_shape(stored.shape, columns, constants_of(storage), scaling, places)
+        reading = _readings[kind] = _reading(stored.shape, columns, constants_of(storage), scaling, places)
     return reading
 
 
@@ -146,13 +146,11 @@ def unpack_fields(packed: Tensor, width: int, offset: int, columns: int) -> Tens
         raise UsageError(f"{columns} fields of {width} bits take {triton.cdiv(columns * width, 8)} bytes a row but there "
                          f"are {packed.shape[1]}")
     constants = {"PACKED": True, "WIDTH": width, "LARGEST": offset, "MEMORY_BITS": 0, "SPARE_BITS": 0, "INERTIA": False}
-    reading = reading_of_shape(packed.shape, columns, constants, PLAIN)
+    reading = _reading(packed.shape, columns, constants, PLAIN, 1)
     return _read(packed, torch.int8, reading, PLAIN, (packed.shape, width, offset, columns))
 
 
-def reading_of_shape(shape: torch.Size, columns: int, constants: dict[str, int], scaling: Scaling,
-                     places: int = 1) -> Reading:
-    """How a weight is read out whose bytes have this shape."""
+def _reading(shape: torch.Size, columns: int, constants: dict[str, int], scaling: Scaling, places: int) -> Reading:
     (rows, bytes_a_row), bytes_at_once = shape, COLUMNS * constants["WIDTH"] // 8
     groups = 1 if scaling.by_group is None else scaling.by_group.shape[1]
     factors = {"GROUPS": scaling.by_group is not None, "GAIN": scaling.log_gain is not None}

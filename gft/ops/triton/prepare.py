@@ -1,28 +1,24 @@
 """A weight read out and x or grad_output rounded, in one launch: neither waits for the other, and the host launches once."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import wrap_triton
 from triton.runtime import driver
 
 from gft.ops import prepare
 from gft.ops.activations import Quantized
-from gft.ops.levels import Scaling
 from gft.ops.prepare import Preparer, StoredWeight
 from gft.ops.triton import activations, levels
-from gft.ops.triton.activations import FEATURES, MOST_REGISTERS, WARPS, quantize_block
-from gft.ops.triton.constants import constants_of
+from gft.ops.triton.activations import MOST_REGISTERS, WARPS, quantize_block
 from gft.ops.triton.grids import MOST
 from gft.ops.triton.launch import ALIGNED, Found, Launcher
 from gft.ops.triton.levels import read_block
 from gft.ops.triton.noise import KEY, width
 from gft.philox import NoiseKey
-from gft.storage import Storage
 
 
 @triton.jit(do_not_specialize=[*KEY, "chunks"])
@@ -133,67 +129,6 @@ def preparer(weight: StoredWeight, values: Tensor, factors: Tensor | None, large
     if both is None or factors is None or not lie_well:
         return NotImplemented
     return _Preparer(both, kind, weight, values, factors, not_finite, largest)
-
-
-# ---------------------------------------------------------------------------------------------------- in compiled graphs
-
-
-@triton.jit
-def _graph_kernel(values, factors, out, squares, used, key, step, call, stored, weight, scales, log_gain,
-                  tokens, features, rows, columns, bytes_a_row, groups, group, chunks, blocks_across,
-                  ROOT: tl.constexpr, LARGEST_SQUARE: tl.constexpr, PURPOSE: tl.constexpr, UNIT: tl.constexpr,
-                  ALIGNED: tl.constexpr, BY_EIGHTS: tl.constexpr, TOP: tl.constexpr, LANES: tl.constexpr, RUN: tl.constexpr,
-                  FEATURES: tl.constexpr, GROUPS: tl.constexpr, GAIN: tl.constexpr, PACKED: tl.constexpr,
-                  WIDTH: tl.constexpr, LARGEST: tl.constexpr, MEMORY_BITS: tl.constexpr, SPARE_BITS: tl.constexpr,
-                  ROWS: tl.constexpr, BYTES: tl.constexpr):
-    """_both_kernel where all that may change from step to step is read from memory, as a graph keeps its arguments. Floats
-    are constants: as arguments they would be float64 there."""
-    chunk = tl.program_id(1)
-    if chunk < chunks:
-        its_call = tl.load(call)
-        if PURPOSE == 1:  # noqa: SIM102
-            if (chunk == 0) & (tl.program_id(0) == 0):
-                tl.store(used, its_call)
-        # By an address and not as an argument: Inductor copies what a kernel changes, and this is but counted up.
-        not_finite = tl.load(key + 2).to(tl.pointer_type(tl.int64))
-        quantize_block(tl.program_id(0), chunk, values, factors, out, squares, not_finite, tokens, features, LARGEST_SQUARE,
-                       tl.load(key), step, 3 * tl.load(key + 1) + PURPOSE, its_call, False, PURPOSE == 2, ALIGNED,
-                       BY_EIGHTS, TOP, LANES, RUN, FEATURES, UNIT)
-    else:
-        program = (chunk - chunks) * tl.num_programs(0) + tl.program_id(0)
-        number = 1.0
-        if not GROUPS:
-            number = tl.load(scales)
-        read_block(program // blocks_across, program % blocks_across, stored, weight, scales, log_gain, number, ROOT, rows,
-                   columns, bytes_a_row, groups, group, GROUPS, GAIN, PACKED, WIDTH, LARGEST, MEMORY_BITS, SPARE_BITS, ROWS,
-                   BYTES)
-
-
-# One choice: so torch's compiler learns how many warps a program has.
-_graph_kernel_in_warps = triton.autotune([triton.Config({}, num_warps=WARPS)], key=[])(_graph_kernel)
-
-
-def graph_prepare(values: Tensor, noise: Sequence[Tensor], weight: Sequence[Tensor], layout: Sequence[int], purpose: int,
-                  vote: tuple[int, float]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """compiled.prepare as a launch that a graph can hold. vote: the largest q, and what one rms is in 1/65536 of it."""
-    factors, key, step, call, _ = noise
-    (stored, scale, *gain), (columns, bits, memory) = weight, layout
-    values = values.clone() if values.storage_offset() % 8 else values.contiguous()
-    (tokens, features), device = values.shape, values.device
-    scaling = Scaling(scale if scale.dim() else None, gain[0] if gain else None, 1.0, columns**0.5)
-    constants = {name: value for name, value in constants_of(Storage(bits, bool(memory))).items() if name != "INERTIA"}
-    reading = levels.reading_of_shape(stored.shape, columns, constants, scaling)
-    runs, across = activations.runs_of(tokens), triton.cdiv(reading.sizes[2], reading.constants["BYTES"])
-    blocks = triton.cdiv(features, FEATURES)
-    q = torch.empty_strided((tokens, features), (1, tokens), dtype=torch.int8, device=device)
-    squares = torch.empty((runs, features), dtype=torch.float32, device=device)
-    read = torch.empty(reading.sizes[:2], dtype=values.dtype, device=device)
-    used = torch.empty((1,), dtype=torch.int64, device=device)
-    wrap_triton(_graph_kernel_in_warps)[blocks, runs + triton.cdiv(reading.grid[0] * across, blocks), 1](
-        values, factors, q, squares, used, key, step, call, stored, read, scale, gain[0] if gain else stored, tokens, features,
-        *reading.sizes, runs, across, ROOT=scaling.root if gain else 0.0, LARGEST_SQUARE=activations.LARGEST_SQUARED**2, PURPOSE=purpose, UNIT=vote[1], ALIGNED=tokens % 16 == 0 and features % 8 == 0, BY_EIGHTS=features % 8 == 0,
-        TOP=float(vote[0] * 65536), LANES=activations.LANES, RUN=activations.RUN, FEATURES=FEATURES, **reading.constants)
-    return read, q, squares, used
 
 
 def _both_of(kind: Any, weight: StoredWeight, values: Tensor, factors: Tensor | None, largest: int,

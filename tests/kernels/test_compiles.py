@@ -1,0 +1,38 @@
+"""Kernels compile for a GPU that is not there. The interpreter runs Python, and so takes much that the compiler refuses."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from gft.ops.triton import factors, update
+
+def check(kernel, types, constants):
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    fixed = {(place,): constants[name] for place, name in enumerate(kernel.arg_names) if name in constants}
+    compile(ASTSource(kernel, signature, fixed, {}), target=GPUTarget("cuda", 90, 32),
+            options=dict(num_warps=4, launch_pdl=True))
+
+table = dict(OVERLAPS=True, TABLE=True, WIDE=False)
+check(factors._squares_kernel, dict(votes="*i64", sums="*i64"),
+      dict(SHIFTED=False, WARPS=4, ROWS=8, WIDTH=1, TIMES=4, **table))
+check(update._move_kernel,
+      dict(stored=("*i8",) * 2, votes="*i64", flips="*i64", row_factor="*fp32", column_factor="*fp32", cap="*fp32",
+           threshold_share="fp32", least="*i64", largest="*i64", seed="i64", step="*i64", noise_stream=("i32",) * 2),
+      dict(TOPK=False, THRESHOLD=False, PACKED=False, WIDTH=8, LARGEST=7, MEMORY_BITS=4, SPARE_BITS=0, INERTIA=True,
+           BY_EIGHTS=True, EVEN=True, ROWS=4, EIGHTHS=128, **table))
+print("compiled")
+"""
+
+
+def test_kernels_that_read_a_table_of_votes_compile_without_a_gpu():
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=240,
+                          check=False)
+    assert done.stdout.strip() == "compiled", done.stderr[-2000:]
