@@ -1,5 +1,7 @@
 """What the votes say along the weight itself: one number a layer, by which its gain learns."""
 
+from collections.abc import Hashable
+
 import torch
 import triton
 import triton.language as tl
@@ -30,17 +32,22 @@ def _along_kernel(votes, weight, row_factors, column_factors, sums, slope, rows,
 _launch_along = Launcher(_along_kernel)
 
 
+_checked: set[Hashable] = set()  # kinds of arguments
+
+
 def along_levels(votes: Tensor, weight: Tensor, row_factors: Tensor, column_factors: Tensor, slope: float = 1.0) -> Tensor:
     """Sum votes · weight on the votes' scales, in one pass (products.along_levels)."""
     (rows, columns), device = votes.shape, votes.device
-    checks.check_tensor("the weight", weight, (rows, columns), weight.dtype, device)
-    checks.check_tensor("the row factors", row_factors, (rows,), torch.float32, device)
-    checks.check_tensor("the column factors", column_factors, (columns,), torch.float32, device)
-    if not checks.are_votes(votes) or weight.dtype not in checks.FLOATS:
-        return NotImplemented
+    kind = tuple((one.shape, one.dtype, one.device) for one in (votes, weight, row_factors, column_factors))
+    if kind not in _checked:
+        checks.check_tensor("the weight", weight, (rows, columns), weight.dtype, device)
+        checks.check_tensor("the row factors", row_factors, (rows,), torch.float32, device)
+        checks.check_tensor("the column factors", column_factors, (columns,), torch.float32, device)
+        if not checks.are_votes(votes) or weight.dtype not in checks.FLOATS:
+            return NotImplemented
+        _checked.add(kind)
     programs = -(-rows // ROWS) * -(-columns // COLUMNS)
     sums = torch.empty(programs, dtype=torch.float32, device=device)
-    _launch_along((votes.shape, votes.dtype, weight.dtype), (programs, 1, 1),
-                  (votes.contiguous(), weight.contiguous(), row_factors.contiguous(), column_factors.contiguous(), sums,
-                   float(slope), rows, columns), {"ROWS": ROWS, "COLUMNS": COLUMNS})
+    given = (one if one.is_contiguous() else one.contiguous() for one in (votes, weight, row_factors, column_factors))
+    _launch_along(kind, (programs, 1, 1), (*given, sums, float(slope), rows, columns), {"ROWS": ROWS, "COLUMNS": COLUMNS})
     return sums.sum(0, keepdim=True)
