@@ -138,7 +138,8 @@ class Integers:
     bop_threshold: float = baselines.THRESHOLD  # method bop: in rms of its momentum
 
     def __post_init__(self) -> None:
-        _choose(self, layers=LAYERS, compute=(None, "bf16", "int8", "fp8"), method=("gft", *baselines.METHODS), rule=("rounding", "topk"),
+        _choose(self, layers=LAYERS, compute=(None, "bf16", "int8", "fp8"))
+        _choose(self, method=("gft", *baselines.METHODS), rule=("rounding", "topk"),
                 vote=("int8", "int4", "ternary", "sign"), vote_per=(None, "token", "sequence"),
                 second_moment=(None, "step", "running"), init=("keep", "paper", "variance"))
         _at_least(self, lr=0, threshold=0, attention_lr=0, bop_threshold=0)
