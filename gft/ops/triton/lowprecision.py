@@ -69,7 +69,8 @@ def _round_kernel(values, q, scale, by_feature, log_gain, number, root, features
     is_whole = tl.min(whole, 0) == 1
     largest = tl.maximum(tl.where(is_whole, tl.max(most, 0), 0.0), SMALLEST)
     # Exactly rounded, as torch divides: Triton's own / is not.
-    factor, one = tl.div_rn(tl.zeros_like(largest) + TOP, largest), tl.div_rn(largest, tl.zeros_like(largest) + LARGEST)
+    factor = tl.div_rn(tl.full((), TOP, tl.float32), largest)
+    one = tl.div_rn(largest, tl.full((), LARGEST, tl.float32))
     if ONE:
         value = tl.where(is_whole, value, 0.0)
         tl.store(q + column, _nearest(value, factor, TOP, FP8, GPU), mask=column < features)
