@@ -174,6 +174,41 @@ def test_compute_can_be_changed_between_two_steps():
     assert not any(torch.equal(one, other) for one, other in pairwise(outputs))
 
 
+@pytest.mark.gpu
+@eight_bits
+@pytest.mark.parametrize(("tokens", "dtype"), [(300, torch.bfloat16), (300, torch.float32), (5, torch.bfloat16)], ids=str)
+def test_a_gpu_computes_what_the_definition_says(compute, tokens, dtype):
+    """Sizes that torch._scaled_mm takes. Three times: from the third on launches are those that were found before."""
+    for scales in ("tensor", "row"):
+        layer = gft.QuantLinear(64, 96, scales=scales, gain=True)
+        layer.compute = compute
+        there, plain = copy.deepcopy(layer).cuda(), copy.deepcopy(layer).cuda()
+        plain.compute = None
+        layer.requires_grad_(False)
+        optimizers = [gft.GFT(gft.quantized(one), seed=1) for one in (there, plain)]
+        for _ in range(3):
+            x, grad = torch.randn(tokens, 64).to(dtype), torch.randn(tokens, 96).to(dtype)
+            here, on_gpu = x.clone().requires_grad_(), x.cuda().requires_grad_()
+            y, z = layer(here), there(on_gpu)
+            y.backward(grad)
+            (grad_input,) = torch.autograd.grad(z, on_gpu, grad.cuda())
+            assert z.dtype is dtype
+            for got, wanted in ((z, y), (grad_input, here.grad)):
+                assert (got.float().cpu() - wanted.float()).norm() < 0.01 * wanted.float().norm()
+            plain(on_gpu).backward(grad.cuda())
+            assert torch.equal(there.votes.votes, plain.votes.votes)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert torch.equal(there.qweight, plain.qweight)
+
+
+@pytest.mark.filterwarnings("ignore:.*has no optimizer:UserWarning")
+def test_an_exported_graph_multiplies_floats():
+    layer, twin = layer_and_twin("fp8")
+    x = torch.randn(20, 30)
+    assert torch.equal(torch.export.export(layer.eval(), (x,)).module()(x), twin(x))
+
+
 # ---------------------------------------------------------------------------------------------------- how it is chosen
 
 

@@ -50,9 +50,11 @@ def test_products_are_those_of_the_definition(triton_twins, dtype, shape, result
         got = triton_twins.multiply_tokens(there, levels.to(device), result, None if by_output is None else
                                            by_output.to(device))
         assert got.dtype is result
-        # On a GPU sums of float8 products have 14 bits.
-        rough = {"rtol": 1e-2, "atol": 1e-2} if device.type == "cuda" and dtype is ops.FP8 else {}
-        torch.testing.assert_close(got.cpu(), ops.multiply_tokens.definition(here, levels, result, by_output), **rough)
+        wanted = ops.multiply_tokens.definition(here, levels, result, by_output)
+        if device.type == "cuda" and dtype is ops.FP8:  # sums of these have 14 bits there
+            assert (got.cpu() - wanted).float().norm() < 5e-3 * wanted.float().norm()
+        else:
+            torch.testing.assert_close(got.cpu(), wanted)
 
 
 @pytest.mark.parametrize(("storage", "dtype"), [(Storage(2, memory=False), ops.INT8), (Storage(3, memory=False), ops.FP8),

@@ -29,7 +29,7 @@ def has_float8() -> bool:
     """Is there a torchao that this torch can import? It is no dependency."""
     try:
         importlib.import_module("torchao.float8")
-    except ImportError as error:
+    except (ImportError, AttributeError) as error:  # the latter of a torch that it is not made for
         say(f"    no torchao to compare with: {error}")
         return False
     return True
