@@ -14,8 +14,10 @@ from torch import nn
 from gft.calibrate import GPTQ
 from gft.errors import UsageError
 from gft.layers import (
+    EIGHT_BITS,
     QUANTIZED,
     FilterFn,
+    check_compute,
     check_filter,
     check_model,
     float_twin,
@@ -38,7 +40,7 @@ _REPORTS: ContextVar[bool] = ContextVar("reports", default=True)
 
 def quantize_(model: nn.Module, bits: int = 4, filter_fn: FilterFn | None = None, *, memory: bool = True,
               init: str | GPTQ = "keep", bias: bool = True, gain: bool | None = None, scales: str | int = "tensor",
-              skip_tied: bool = False) -> nn.Module:
+              compute: str | None = None, skip_tied: bool = False) -> nn.Module:
     """Replace a model's layers by ones with integer weights, in place; returns the model.
 
     These are nn.Linear, all convolutions, nn.MultiheadAttention, and of transformers Conv1D (GPT-2) and fused experts
@@ -55,11 +57,15 @@ def quantize_(model: nn.Module, bits: int = 4, filter_fn: FilterFn | None = None
         grids; but neither with bias=False nor from the paper's start.
     scales: "tensor": one float a weight matrix, by which its levels are multiplied; "row": one for each of its rows; 64,
         128, …: one for so many weights of a row.
+    compute: in which numbers linear layers multiply, forward and backward. None: x's float type, or autocast's. "bf16":
+        bfloat16, whatever x is. "int8", "fp8": x and grad_output rounded to 8 bits, token by token, which a GPU multiplies
+        twice as fast; convolutions stay as with None. Votes are the same. `layer.compute` changes it later.
     skip_tied: True leaves a weight float that two layers share, as a head does with an embedding; False refuses it.
     """
     check_model(model)
     check_bits(bits)
     check_filter(filter_fn)
+    check_compute(compute, bits)
     if not isinstance(init, GPTQ) and init not in ("keep", "fit", "paper", "variance"):
         raise UsageError(f"init={init!r}: choose keep, fit, gft.GPTQ(batches), paper or variance")
     if twin_of(model) is not None:
@@ -88,6 +94,7 @@ def quantize_(model: nn.Module, bits: int = 4, filter_fn: FilterFn | None = None
     options: dict[str, Any] = {"memory": memory, "init": "fit" if isinstance(init, GPTQ) else init, "gain": gain,
                                "scales": scales}
     twins = {name: quantized_twin(module, bits, **options) for name, module in chosen}
+    _set_compute(list(twins.values()), compute)
     if isinstance(init, GPTQ):
         init.round_twins_(model, {name: (module, twins[name]) for name, module in chosen})
     for name, twin in twins.items():
@@ -102,6 +109,17 @@ def quantize_(model: nn.Module, bits: int = 4, filter_fn: FilterFn | None = None
     _tell_transformers(model)
     report(summary(model), everything=filter_fn is None)
     return model
+
+
+def _set_compute(twins: list[nn.Module], compute: str | None) -> None:
+    """Tell those layers that can multiply so; raise if none can."""
+    layers = [layer for twin in twins for layer in quantized_layers(twin).values()]
+    able = [layer for layer in layers if layer.multiplies_tokens or compute not in EIGHT_BITS]
+    if not able:
+        raise UsageError(f'compute="{compute}" is for linear layers, and none was chosen; leave it out, or choose '
+                         'compute="bf16"')
+    for layer in able:
+        layer.compute = compute
 
 
 def _why_none(model: nn.Module) -> str:

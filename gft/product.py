@@ -44,12 +44,14 @@ class Layer(Protocol):
     def casts(self) -> VoteAccumulator | None: ...
     def product_dtype(self, x: Tensor) -> torch.dtype: ...
     def check_input(self, x: Tensor) -> None: ...
-    def product(self, x: Tensor, weight: Tensor) -> Tensor: ...
     def stored_product(self, x: Tensor, log_gain: Tensor | None) -> Tensor: ...
-    def to_read(self, stored: Tensor, log_gain: Tensor | None, like: Tensor) -> ops.StoredWeight: ...
-    def shaped(self, weight: Tensor, like: Tensor) -> Tensor: ...
+    def to_read(self, stored: Tensor, log_gain: Tensor | None, like: Tensor, *,
+                of_grad: bool = False) -> ops.StoredWeight: ...
+    def multiplied(self, x: Tensor, weight: Tensor, log_gain: Tensor | None) -> Tensor: ...
+    def multiplied_back(self, grad_output: Tensor, weight: Tensor, log_gain: Tensor | None,
+                        x_shape: torch.Size) -> Tensor: ...
+    def read_floats(self, weight: Tensor | None, stored: Tensor, log_gain: Tensor | None, like: Tensor) -> Tensor: ...
     def gain_slope(self) -> float: ...
-    def grad_input(self, grad_output: Tensor, weight: Tensor, x_shape: torch.Size) -> Tensor: ...
     def features_last(self, x: Tensor, features: int) -> Tensor: ...
     def sequence_length(self, x_shape: torch.Size) -> int: ...
     def vote_pieces(self, x: Tensor, x_shape: torch.Size, grad: Tensor) -> Iterator[tuple[slice, Any, Tensor]]: ...
@@ -68,7 +70,7 @@ def forward(layer: Layer, x: Tensor, log_gain: Tensor | None) -> tuple[Tensor, T
     weight, quantized = votes.quantize_x(layer.features_last(x, layer.inputs), sequence, layer.training,
                                          layer.to_read(layer.qweight, log_gain, x))
     assert weight is not None
-    return layer.product(x, layer.shaped(weight, x)), _packed(quantized.q, votes.vote.within(sequence)), quantized.squares
+    return layer.multiplied(x, weight, log_gain), _packed(quantized.q, votes.vote.within(sequence)), quantized.squares
 
 
 def backward(layer: Layer, grad_output: Tensor, saved: tuple[Tensor, Tensor | None, Tensor | None], log_gain: Tensor | None,
@@ -77,22 +79,26 @@ def backward(layer: Layer, grad_output: Tensor, saved: tuple[Tensor, Tensor | No
     stored, kept, squares = saved
     votes = None if kept is None else layer.votes
     asks = votes is not None and (log_gain is not None or votes.reads_weight)
-    read = layer.to_read(stored, log_gain, grad_output)
+    read = layer.to_read(stored, log_gain, grad_output, of_grad=True)
     if votes is None or kept is None:
         if layer.casts is not None and not x_shape.numel():
             layer.casts.abstain((layer.rows, layer.columns), grad_output.device)
         elif layer.training and layer.votes is None and not layer.frozen:
             layer.warn_untrained()
-        weight = layer.shaped(ops.float_levels(*read), grad_output) if wants_grad_input else None
-        return None if weight is None else layer.grad_input(grad_output, weight, x_shape), None
+        if not wants_grad_input:
+            return None, None
+        return layer.multiplied_back(grad_output, ops.float_levels(*read), log_gain, x_shape), None
     sequence = layer.sequence_length(x_shape)
     weight, quantized = votes.quantize_grad(layer.features_last(grad_output, layer.rows), sequence,
-                                            read if wants_grad_input or asks else None)
-    weight = None if weight is None else layer.shaped(weight, grad_output)
-    grad_input = layer.grad_input(grad_output, weight, x_shape) if wants_grad_input and weight is not None else None
+                                            read if wants_grad_input or (asks and not read.turned) else None)
+    grad_input = None
+    if wants_grad_input:
+        assert weight is not None
+        grad_input = layer.multiplied_back(grad_output, weight, log_gain, x_shape)
     along = None
-    if asks and weight is not None:
-        along = Along(weight.reshape(layer.rows, layer.columns), 1.0 if log_gain is None else layer.gain_slope())
+    if asks:
+        along = Along(layer.read_floats(weight, stored, log_gain, grad_output),
+                      1.0 if log_gain is None else layer.gain_slope())
     weight = None  # the votes need the room
     q = _unpacked(kept, votes.vote.within(sequence), x_shape.numel() // layer.inputs, layer.inputs)
     grad_gain = votes.cast(partial(layer.vote_pieces, q, x_shape), Quantized(q, squares), quantized,
@@ -225,7 +231,8 @@ for _signature in (
 
 def _product_operator(x: Tensor, stored: Tensor, log_gain: Tensor | None, handle: Tensor, geometry: Sequence[int],
                       vote: str) -> tuple[Tensor, Tensor, Tensor]:
-    y, kept, squares = forward(_LAYERS[int(handle)], x, log_gain)
+    layer = _LAYERS[int(handle)]
+    y, kept, squares = forward(layer, x, log_gain) if vote else (layer.stored_product(x, log_gain), None, None)
     return (y, x.new_empty(0, dtype=torch.int8) if kept is None else kept,
             x.new_empty(0, dtype=torch.float32) if squares is None else squares)
 

@@ -6,7 +6,7 @@ versions in storage.py, votes.py, rules/, ops/ and philox.py. W is written (out,
 """
 
 from fractions import Fraction
-from math import ceil, sqrt
+from math import ceil, floor, sqrt
 from typing import Any
 
 Matrix = list[list[int]]
@@ -106,6 +106,26 @@ def quantize(a: float, rms: float, noise: int, *, largest: int, reach: float) ->
 def stochastic_round(a: Fraction, noise: int) -> int:
     """floor(a + noise / 2^16): the mean over all noise is a, for every a that is a multiple of 1/2^16."""
     return (a + Fraction(noise, 2**16)).__floor__()
+
+
+# ---------------------------------------------------------------------------------------------------- 8-bit products
+
+
+def fp8_numbers() -> list[float]:
+    """What float8_e4m3 holds from 0 up to 448: 3 bits behind the point, exponents from -6 to 8, and what lies below."""
+    below = [place / 8 * 2.0**-6 for place in range(8)]
+    return below + [(1 + place / 8) * 2.0**exponent for exponent in range(-6, 9) for place in range(8)][:-1]
+
+
+def round_token(x: list[float], compute: str) -> tuple[list[float], float]:
+    """The nearest numbers of "int8" or "fp8" where the largest of a token is the largest of these, and what 1 of them is."""
+    largest = 127.0 if compute == "int8" else 448.0
+    most = max([abs(a) for a in x] + [1e-30])
+    if compute == "int8":
+        return [float(floor(a / most * largest + 0.5)) for a in x], most / largest
+    numbers = fp8_numbers()
+    nearest = [min(numbers, key=lambda number: abs(number - abs(a) / most * largest)) for a in x]
+    return [number if a > 0 else -number for number, a in zip(nearest, x, strict=True)], most / largest
 
 
 # ---------------------------------------------------------------------------------------------------- steps

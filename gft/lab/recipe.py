@@ -121,6 +121,7 @@ class Integers:
     memory: bool = True  # False: packed, nothing but the levels is kept
     init: str = "keep"
     scales: str = "tensor"  # or row, or how many weights of a row share a scale
+    compute: str | None = None  # in which numbers linear layers multiply: bf16, int8 or fp8; None: as the others
     method: str = "gft"  # or another one (baselines.py), whose lr has a meaning of its own
     lr: float = 0.1
     rule: str = "rounding"
@@ -137,7 +138,8 @@ class Integers:
     bop_threshold: float = baselines.THRESHOLD  # method bop: in rms of its momentum
 
     def __post_init__(self) -> None:
-        _choose(self, layers=LAYERS, method=("gft", *baselines.METHODS), rule=("rounding", "topk"),
+        _choose(self, layers=LAYERS, compute=(None, "bf16", "int8", "fp8"))
+        _choose(self, method=("gft", *baselines.METHODS), rule=("rounding", "topk"),
                 vote=("int8", "int4", "ternary", "sign"), vote_per=(None, "token", "sequence"),
                 second_moment=(None, "step", "running"), init=("keep", "paper", "variance"))
         _at_least(self, lr=0, threshold=0, attention_lr=0, bop_threshold=0)
@@ -151,8 +153,10 @@ class Integers:
                              "scale, as 64")
         if self.layers != "none" and self.method == "gft":
             self._refuse_unused()
-        elif self.scales != "tensor":
-            raise UsageError(f"integers.scales={self.scales} would not be used: it needs method=gft and integer layers")
+        elif self.scales != "tensor" or self.compute is not None:
+            key, other = ("compute", "none") if self.scales == "tensor" else ("scales", "tensor")
+            raise UsageError(f"integers.{key}={getattr(self, key)} would not be used: it needs method=gft and integer "
+                             f"layers; give {key}={other}")
 
     def _refuse_unused(self) -> None:
         rounding, packed = self.rule == "rounding", not self.memory

@@ -1,6 +1,7 @@
 """The layers whose weights are small integers.
 
     layer         QuantLayer: the stored weight, its scale, its votes, its life in a state_dict
+    computing     in which numbers a layer multiplies
     linear        QuantLinear
     convolution   QuantConv1d, 2d, 3d and their transposes
     attention     QuantMultiheadAttention
@@ -11,6 +12,7 @@
 """
 
 from gft.layers.attention import QuantMultiheadAttention
+from gft.layers.computing import COMPUTE, EIGHT_BITS, check_compute
 from gft.layers.convolution import (
     QuantConv1d,
     QuantConv2d,
@@ -46,9 +48,8 @@ from gft.layers.twins import (
     why_float,
 )
 
-__all__ = ["NOT_CHOSEN", "QUANTIZED", "FilterFn", "QuantConv1d", "QuantConv2d", "QuantConv3d", "QuantConvTranspose1d",
-           "QuantConvTranspose2d", "QuantConvTranspose3d", "QuantConvolution", "QuantExperts", "QuantLayer",
-           "QuantLinear", "QuantMultiheadAttention", "check_filter", "check_model", "dense", "float_twin",
-           "is_transposed_linear", "layer_of", "names_by_parameter", "number_layers", "quantized",
-           "quantized_layers", "quantized_twin", "some_names", "transposed_linear", "twin_of",
-           "why_float"]
+__all__ = ["COMPUTE", "EIGHT_BITS", "NOT_CHOSEN", "QUANTIZED", "FilterFn", "QuantConv1d", "QuantConv2d", "QuantConv3d",
+           "QuantConvTranspose1d", "QuantConvTranspose2d", "QuantConvTranspose3d", "QuantConvolution", "QuantExperts",
+           "QuantLayer", "QuantLinear", "QuantMultiheadAttention", "check_compute", "check_filter", "check_model", "dense",
+           "float_twin", "is_transposed_linear", "layer_of", "names_by_parameter", "number_layers", "quantized",
+           "quantized_layers", "quantized_twin", "some_names", "transposed_linear", "twin_of", "why_float"]

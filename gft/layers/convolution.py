@@ -87,11 +87,12 @@ class QuantConvolution(QuantLayer):
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
         return convolve(x, weight.view(self.float_shape), self.geometry)
 
-    def to_read(self, stored: Tensor, log_gain: Tensor | None, like: Tensor, places: int | None = None) -> ops.StoredWeight:
+    def to_read(self, stored: Tensor, log_gain: Tensor | None, like: Tensor, places: int | None = None,
+                of_grad: bool = False) -> ops.StoredWeight:
         if places is None:
             # In x's order: torch would else turn the weight round, or not see that grad_output is channels_last.
             places = 1 if memory_format_of(like) is torch.contiguous_format else math.prod(self.kernel_size)
-        return super().to_read(stored, log_gain, like, places)
+        return super().to_read(stored, log_gain, like, places, of_grad)
 
     def shaped(self, weight: Tensor, like: Tensor) -> Tensor:
         if memory_format_of(like) is torch.contiguous_format:

@@ -27,6 +27,7 @@ from gft import ops
 from gft.errors import UsageError, UsageTypeError
 from gft.initialize import STARTS, fitted_scale, groups_a_row, in_levels, kept_scale, scale_of
 from gft.layers import reading
+from gft.layers.computing import EIGHT_BITS, check_compute
 from gft.layers.registry import register
 from gft.product import CompiledProduct, Product, handle_of, kept_as
 from gft.sharding import all_rows, handed_out, is_sharded, of_first_rank, own_rows
@@ -59,6 +60,8 @@ class QuantLayer(nn.Module):
     number: int | None  # among the model's quantized layers, for the random streams (number_layers)
     name: str | None = None  # in the model that was quantized, for errors (number_layers)
     transposed = False  # are the rows of the weight features of x, not of y?
+    multiplies_tokens = False  # is its product one of tokens by a matrix, which 8-bit numbers can take?
+    _compute: str | None = None
 
     def __init__(self, float_shape: tuple[int, ...], storage: Storage, *, bias: bool = False, gain: bool = False,
                  scales: str | int = "tensor", device: torch.device | str | None = None,
@@ -83,7 +86,7 @@ class QuantLayer(nn.Module):
         self.votes, self.number = None, number
         self._anchor = torch.empty(0, device=self.qweight.device, dtype=dtype, requires_grad=True)
         self._read_scale: tuple[Tensor, float, float] | None = None
-        self._last_read: tuple[ops.StoredWeight, Tensor, float] | None = None
+        self._last_read: dict[bool, tuple[ops.StoredWeight, Tensor, float]] = {}  # by whether it was turned
         self._warned = False
         self._handle = handle_of(self)
         register(self)
@@ -258,6 +261,26 @@ class QuantLayer(nn.Module):
     def memory(self, _: Any) -> None:
         self._refuse_other_storage("memory")
 
+    @property
+    def compute(self) -> str | None:
+        """In which numbers the layer multiplies: None, "bf16", "int8" or "fp8" (computing.py). It can be set at any time,
+        and is copied with the layer; it is no part of a state_dict, as an optimizer's settings or autocast are none."""
+        return self._compute
+
+    @compute.setter
+    def compute(self, compute: str | None) -> None:
+        check_compute(compute, self.bits, self.scale.dim() > 0 and self.scale.shape[1] > 1)
+        if compute in EIGHT_BITS and not self.multiplies_tokens:
+            raise UsageError(f'compute="{compute}" is for linear layers, which {self.name or type(self).__name__} is not; '
+                             'choose compute="bf16" or None for it')
+        self._compute = compute
+        self._last_read.clear()
+
+    @property
+    def eight_bits(self) -> torch.dtype | None:
+        """The type of 8 bits that it multiplies in, if it does."""
+        return EIGHT_BITS.get(self._compute)
+
     def _refuse_other_storage(self, setting: str) -> None:
         raise UsageError(f"{setting} of {self.name or self} is how its integers are stored, which cannot be set; build the "
                          f"layer anew, or call gft.dequantize_ and gft.quantize_(…, {setting}=…)")
@@ -323,19 +346,26 @@ class QuantLayer(nn.Module):
             y = self.scaled_product(x, inside)
         elif compiling:
             # Cast here, where autocast is known: the operator runs outside of it.
-            x = x.to(self.product_dtype(x))
-            y = CompiledProduct.apply(x, self._anchor, stored, inside, self._handle, self.geometry, kept_as(self, x.shape))
+            cast = x.to(self.product_dtype(x))
+            y = CompiledProduct.apply(cast, self._anchor, stored, inside, self._handle, self.geometry,
+                                      kept_as(self, cast.shape))
         elif casts is None and (stored.is_inference() or not (x.requires_grad or (self.training and not self.frozen))):
             y = self.scaled_product(x, inside)  # what was made in inference_mode cannot be kept for backward, nor trained
         else:
             y = Product.apply(x, self._anchor, stored, inside, self)
         if log_gain is not None and inside is None:
             y = y * self.gain().to(y.dtype)
+        if self._compute == "bf16":
+            y = y.to(self.output_dtype(x))
         bias = self.bias
         return y if bias is None else y + self._shaped_bias().to(y.dtype)
 
     def product_dtype(self, x: Tensor) -> torch.dtype:
-        """autocast's type if it is on, else x's. The levels are exact in any float type."""
+        """The float type of what is multiplied, or rounded to be. The levels are exact in any."""
+        return torch.bfloat16 if self._compute == "bf16" else self.output_dtype(x)
+
+    def output_dtype(self, x: Tensor) -> torch.dtype:
+        """autocast's type if it is on, else x's."""
         return torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
 
     def scaled_product(self, x: Tensor, log_gain: Tensor | None = None) -> Tensor:
@@ -350,21 +380,42 @@ class QuantLayer(nn.Module):
     def stored_product(self, x: Tensor, log_gain: Tensor | None) -> Tensor:
         """The same of an x in its type, the weight read out for it."""
         self.check_input(x)
-        return self.product(x, self.shaped(ops.float_levels(*self.to_read(self.qweight, log_gain, x)), x))
+        return self.multiplied(x, ops.float_levels(*self.to_read(self.qweight, log_gain, x)), log_gain)
 
-    def to_read(self, stored: Tensor, log_gain: Tensor | None, like: Tensor, places: int = 1) -> ops.StoredWeight:
+    def to_read(self, stored: Tensor, log_gain: Tensor | None, like: Tensor, places: int = 1,
+                of_grad: bool = False) -> ops.StoredWeight:
         """The stored weight as it is to be read out for a product with a tensor like this one: the same value as long as
-        nothing of it changes, so that what was made ready for it serves again."""
-        last, scale = self._last_read, self.scale
+        nothing of it changes, so that what was made ready for it serves again. of_grad: with grad_output, over the rows,
+        which 8-bit numbers want side by side."""
+        eight, scale = self.eight_bits, self.scale
+        turned = of_grad and eight is not None
+        last = self._last_read.get(turned)
         if last is not None:
             weight, its_scale, version = last
             if (its_scale is scale and version == scale_version(scale) and weight.stored is stored
-                    and weight.storage is self.storage and weight.scaling.log_gain is log_gain
-                    and weight.dtype is like.dtype and weight.places == places):
+                    and weight.storage is self.storage and (eight is not None or weight.scaling.log_gain is log_gain)
+                    and weight.dtype is (eight or like.dtype) and weight.places == places):
                 return weight
-        weight = ops.StoredWeight(stored, self.storage, self.columns, like.dtype, self.scaling(log_gain), places)
-        self._last_read = weight, scale, scale_version(scale)
+        weight = ops.StoredWeight(stored, self.storage, self.columns, eight or like.dtype,
+                                  ops.PLAIN if eight else self.scaling(log_gain), places, turned)
+        self._last_read[turned] = weight, scale, scale_version(scale)
         return weight
+
+    def multiplied(self, x: Tensor, weight: Tensor, log_gain: Tensor | None) -> Tensor:
+        """x and a weight as `to_read` had it read out -> y without bias."""
+        return self.product(x, self.shaped(weight, x))
+
+    def multiplied_back(self, grad_output: Tensor, weight: Tensor, log_gain: Tensor | None, x_shape: torch.Size) -> Tensor:
+        """grad_output and a weight as `to_read` had it read out for it -> x's gradient."""
+        return self.grad_input(grad_output, self.shaped(weight, grad_output), x_shape)
+
+    def read_floats(self, weight: Tensor | None, stored: Tensor, log_gain: Tensor | None, like: Tensor) -> Tensor:
+        """The float weight, (rows, columns): the one that has been read out already, if that is float."""
+        if weight is None or self.eight_bits is not None:
+            weight = ops.float_levels(stored, self.storage, self.columns, like.dtype, self.scaling(log_gain))
+        else:
+            weight = self.shaped(weight, like)
+        return weight.reshape(self.rows, self.columns)
 
     def shaped(self, weight: Tensor, like: Tensor) -> Tensor:
         """What was read so, in the shape that products take."""
@@ -423,7 +474,8 @@ class QuantLayer(nn.Module):
         kept = f"memory={self.storage.memory_bits} bits" if self.memory else "packed"
         gain = ", gain=True" if self.log_gain is not None else ""
         scales = "" if self.scale.dim() == 0 else f", scales={'row' if self.scale.shape[1] == 1 else self.group!r}"
-        return f"bits={self.bits}, {kept}{scales}, bias={self.bias is not None}{gain}"
+        compute = "" if self._compute is None else f", compute={self._compute!r}"
+        return f"bits={self.bits}, {kept}{scales}, bias={self.bias is not None}{gain}{compute}"
 
     # ------------------------------------------------------------------ state_dict
 

@@ -29,6 +29,7 @@ class QuantLinear(QuantLayer):
     Starts with the levels of a Gaussian of deviation 1/sqrt(in_features); `start_("paper")` with 90 % zeros.
     """
 
+    multiplies_tokens = True
     transposed_type: type[nn.Module] | None = None  # of the float layer, if its weight lay the other way round, (in, out)
 
     def __init__(self, in_features: int, out_features: int, bits: int = 4, bias: bool = False, *, memory: bool = True,
@@ -69,8 +70,35 @@ class QuantLinear(QuantLayer):
         if x.numel() > ops.FEW_ROWS * self.columns:
             return super().stored_product(x, log_gain)
         self.check_input(x)
-        y = ops.linear(x.reshape(-1, self.columns), self.qweight.detach(), self.storage, self.scaling(log_gain))
+        rows, scale = x.reshape(-1, self.columns), None
+        if self.eight_bits is not None:  # the same numbers; they take as long as reading the weight does, in any type
+            rows, scale = ops.round_tokens(rows, self.eight_bits)
+            rows = rows.to(torch.bfloat16 if x.dtype is torch.bfloat16 else torch.float32)
+        y = ops.linear(rows, self.qweight.detach(), self.storage, self.scaling(log_gain))
+        if scale is not None:
+            y = (y * scale[:, None]).to(x.dtype)
         return y.view(*x.shape[:-1], self.rows)
+
+    def scaled_product(self, x: Tensor, log_gain: Tensor | None = None) -> Tensor:
+        if self.eight_bits is None or exporting() or not torch.compiler.is_compiling():
+            return super().scaled_product(x, log_gain)
+        x = x.to(self.product_dtype(x))
+        return torch.ops.gft.product(x, self.qweight, log_gain, self._handle, self.geometry, "")[0]
+
+    def multiplied(self, x: Tensor, weight: Tensor, log_gain: Tensor | None) -> Tensor:
+        if self.eight_bits is None:
+            return super().multiplied(x, weight, log_gain)
+        scaling = self.scaling(log_gain)
+        tokens = ops.round_tokens(x.reshape(-1, self.columns), weight.dtype, scaling)
+        y = ops.multiply_tokens(tokens, weight, x.dtype, _one_each(scaling.by_group))
+        return y.view(*x.shape[:-1], self.rows)
+
+    def multiplied_back(self, grad_output: Tensor, weight: Tensor, log_gain: Tensor | None, x_shape: torch.Size) -> Tensor:
+        if self.eight_bits is None:
+            return super().multiplied_back(grad_output, weight, log_gain, x_shape)
+        scaling = self.scaling(log_gain)  # a scale for each row goes into grad_output: the sum is over rows here
+        tokens = ops.round_tokens(grad_output.reshape(-1, self.rows), weight.dtype, scaling, _one_each(scaling.by_group))
+        return ops.multiply_tokens(tokens, weight, grad_output.dtype).view(x_shape)
 
     def grad_input(self, grad_output: Tensor, weight: Tensor, x_shape: torch.Size) -> Tensor:
         return ops.multiply(grad_output, weight)
@@ -94,6 +122,10 @@ class QuantLinear(QuantLayer):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, {super().extra_repr()}"
+
+
+def _one_each(scales: Tensor | None) -> Tensor | None:  # (rows, 1) -> (rows,) float32
+    return None if scales is None else scales[:, 0].float()
 
 
 def linear_of(weight: Tensor,  # (out, in)

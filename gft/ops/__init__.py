@@ -5,6 +5,7 @@
     windows       patches, depthwise_votes                       int8 images -> what a kernel saw of them; their votes
     products      votes_product, sequence_votes                  int8 -> votes
                   along_levels, linear                           votes · weight; x, stored weight -> y
+    lowprecision  round_tokens, multiply_tokens                  the same product of 8-bit numbers
     levels        float_levels, pack_fields, unpack_fields       stored bytes -> numbers, and back
     rounding      rounding_plan, round_weights, round_many       votes -> plan -> moved weights
                   sums_of_squares, round_some_rows               the same where ranks have some rows each
@@ -16,6 +17,7 @@ operation.py says how the twin is found; native/ is C for the CPU, triton/ for C
 
 from gft.ops.activations import MeanSquare, Quantized, mean_square, quantize, take_mean
 from gft.ops.levels import PLAIN, Scaling, float_levels, pack_fields, runs_of, times_factors, tokens_last, unpack_fields
+from gft.ops.lowprecision import FP8, INT8, Tokens, multiply_tokens, round_tokens
 from gft.ops.operation import Operation, twins
 from gft.ops.prepare import Preparer, StoredWeight, preparer, read_and_quantize
 from gft.ops.products import (
@@ -41,10 +43,10 @@ from gft.ops.rounding import (
 from gft.ops.topk import TopKPlan, kth_largest, topk_plan, topk_plan_of_rows, topk_weights
 from gft.ops.windows import Unfolded, Window, depthwise_votes, patches
 
-__all__ = ["FEW_ROWS", "PLAIN", "MeanSquare", "Operation", "Preparer", "Quantized", "Rounded", "RoundingJob",
-           "RoundingPlan", "Scaling", "StoredWeight", "TopKPlan", "Unfolded", "Window", "along_levels", "depthwise_votes",
-           "float_levels", "grouped_votes_product", "kth_largest", "linear", "mean_square", "multiply", "pack_fields",
-           "patches", "preparer", "quantize", "read_and_quantize", "round_many", "round_some_rows", "round_weights",
-           "rounding_plan", "runs_of", "sequence_votes", "sequence_votes_and_counts", "sums_of_squares", "take_mean",
-           "times_factors", "tokens_last", "topk_plan", "topk_plan_of_rows", "topk_weights", "twins", "unpack_fields",
-           "votes_product"]
+__all__ = ["FEW_ROWS", "FP8", "INT8", "PLAIN", "MeanSquare", "Operation", "Preparer", "Quantized", "Rounded", "RoundingJob",
+           "RoundingPlan", "Scaling", "StoredWeight", "Tokens", "TopKPlan", "Unfolded", "Window", "along_levels",
+           "depthwise_votes", "float_levels", "grouped_votes_product", "kth_largest", "linear", "mean_square", "multiply",
+           "multiply_tokens", "pack_fields", "patches", "preparer", "quantize", "read_and_quantize", "round_many",
+           "round_some_rows", "round_tokens", "round_weights", "rounding_plan", "runs_of", "sequence_votes",
+           "sequence_votes_and_counts", "sums_of_squares", "take_mean", "times_factors", "tokens_last", "topk_plan",
+           "topk_plan_of_rows", "topk_weights", "twins", "unpack_fields", "votes_product"]

@@ -35,19 +35,21 @@ def float_levels(stored: Tensor,  # (rows, bytes) uint8 or (rows, columns) int8
                  columns: int,
                  dtype: torch.dtype,
                  scaling: Scaling = PLAIN,
-                 places: int = 1) -> Tensor:  # (rows, columns)
+                 places: int = 1,
+                 turned: bool = False) -> Tensor:  # (rows, columns); turned: (columns, rows)
     """The float weight that a stored one stands for, in `dtype`: its levels, times their scale. Levels alone are exact in
     any float type, and what they are multiplied by is rounded to it once, with them.
 
     Columns are (channels, places in a convolution's kernel). With `places` they come as (places, channels), the order of a
-    weight that is channels_last in memory."""
+    weight that is channels_last in memory. `turned`: what lies side by side in memory is then a column."""
     levels, factors = storage.levels(stored, columns), scaling.factors()
     if isinstance(factors, Tensor):
         levels = times_factors(levels.float(), factors)
     elif factors != 1.0:
         levels = levels.float() * factors
     weight = levels.to(dtype)
-    return weight if places == 1 else weight.unflatten(1, (-1, places)).transpose(1, 2).flatten(1)
+    weight = weight if places == 1 else weight.unflatten(1, (-1, places)).transpose(1, 2).flatten(1)
+    return weight.t().contiguous() if turned else weight
 
 
 def times_factors(levels: Tensor,  # (rows, columns) float32

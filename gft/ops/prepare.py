@@ -22,6 +22,7 @@ class StoredWeight(NamedTuple):
     dtype: torch.dtype
     scaling: Scaling = PLAIN
     places: int = 1
+    turned: bool = False
 
 
 @operation

@@ -75,6 +75,24 @@ def test_a_model_with_many_scales_is_loaded_with_the_same_logits(tmp_path, scale
         assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / folder)), logits(model))
 
 
+def test_a_folder_says_in_which_numbers_its_layers_multiply(tmp_path, refuses):
+    model = quantized_llama()
+    model.save_pretrained(tmp_path / "plain")
+    assert "compute" not in (tmp_path / "plain" / "config.json").read_text()  # earlier versions load it
+    for name, layer in quantized_layers(model).items():
+        layer.compute = None if "down_proj" in name else "fp8"
+    model.save_pretrained(tmp_path / "fp8")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "fp8")
+    assert [layer.compute for layer in quantized_layers(loaded).values()] == [
+        layer.compute for layer in quantized_layers(model).values()]
+    assert torch.equal(logits(loaded), logits(model))
+    llama().save_pretrained(tmp_path / "float")
+    fresh = AutoModelForCausalLM.from_pretrained(tmp_path / "float", quantization_config=hf.GftConfig(compute="int8"))
+    assert {layer.compute for layer in quantized_layers(fresh).values()} == {"int8"}
+    with refuses(ValueError, "compute='int9'"):
+        hf.GftConfig(compute="int9")
+
+
 def test_a_packed_model_is_saved_as_it_is_now(tmp_path):
     model = quantized_llama(2)
     expected = logits(model)

@@ -53,7 +53,7 @@ def test_a_step_runs_in_all_three_ways(monkeypatch):
     compiled = []
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda model: compiled.append(model) or real(model, backend="eager"))
-    rows = chosen("llama, 2 bit", ways=tuple(bench.WAYS))
+    rows = chosen("llama 2x32, 2 bit", ways=tuple(bench.WAYS))
     assert [row.peer_is for row in rows] == [f"fused AdamW fp32, {way}" for way in ("eager", "compiled", "captured")]
     assert len({row.bar for row in rows}) == 3  # a bar for each way
     assert len(compiled) == 2  # each side once, for both ways
@@ -71,6 +71,15 @@ def test_all_layers_of_the_body_are_integers_and_learn(work):
     assert all(not torch.equal(one, other) for one, other in zip(before, gft.quantized(side.model), strict=True))
     family = work.name.split()[0].strip(",")
     assert len(quantized_layers(side.model)) == {"Llama": 14, "ResNet-18": 5, "ResNet-50": 8}[family]
+
+
+def test_low_precision_has_rows_of_its_own_beside_the_same_peer():
+    pytest.importorskip("transformers")
+    rows = chosen("llama 2x48")
+    assert [row.case.removeprefix("Llama 2×48, 2×16 tokens, ") for row in rows] == ["4 bit", "4 bit fp8", "4 bit int8",
+                                                                                    "2 bit fp8"]
+    assert len({row.peer for row in rows}) == 1
+    assert [row.bar for row in rows] == ["at most 1", *["at most 0.75"] * 3]
 
 
 def test_layers_of_llama_are_as_wide_as_its_paper_has_them():

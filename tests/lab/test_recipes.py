@@ -74,7 +74,7 @@ def test_settings_are_read_by_type_with_or_without_their_part():
     ("memory=perhaps", "memory takes a value of type bool"),
     ("norm=layer", "norm='layer': choose one of rms, batch, none"),
     ("steps=0", "steps=0: give at least 1"),
-    ("bits=9", "bits=9: integer layers have 2 to 8 bits"),
+    ("bits=9", "bits=9: integer layers have 2 to 8 bits"), ("compute=fp4", "compute='fp4': choose one of None, bf16"),
     ("eval_crop=0", "eval_crop=0.0"), ("eval_crop=0.5", "is for images"),
     ("whole_images=1", "whole_images=1.0"), ("whole_images=0.5", "is for images"),
     ("dropout=1", "dropout=1.0"), ("p_min=2", "a probability"), ("dense.lr=-1", "lr=-1.0: give at least 0"),
@@ -96,6 +96,12 @@ def test_settings_that_would_not_be_used_are_refused(settings, unused, refuses):
     with refuses(UsageError, unused):
         recipes.find("mnist-dnn-quantized-2bit").changed(settings)
     recipes.find("mnist-dnn-fp").changed(settings)  # where there are no integers nothing is asked of them
+
+
+@pytest.mark.parametrize("setting", ["scales=row", "compute=fp8"])
+def test_settings_of_integers_are_refused_where_there_are_none(setting, refuses):
+    with refuses(UsageError, f"integers.{setting} would not be used: it needs method=gft and integer layers"):
+        recipes.find("mnist-dnn-fp").changed([setting])
 
 
 def test_recipes_that_do_not_exist_are_met_with_a_near_one(refuses):
@@ -131,7 +137,7 @@ def test_the_papers_variant_trains_by_the_papers_settings(small):
 
 
 @pytest.mark.parametrize(("fixed", "changes"), [
-    ([], {"inertia": 0.3, "orthogonalize": True, "vote": "ternary", "lr": 0.03}),
+    ([], {"inertia": 0.3, "orthogonalize": True, "vote": "ternary", "lr": 0.03, "compute": "fp8"}),
     (["memory=false"], {"threshold": 2.5, "second_moment": "running", "vote": "int4"}),
     (["rule=topk", "vote=sign"], {"p_min": 0.3, "vote_per": "sequence", "literal_mask": True, "lr": 0.3}),
 ], ids=["with memory", "packed", "topk"])

@@ -26,20 +26,30 @@ import gft
 from gft.convert import dequantize_, quantize_, report, unreported
 from gft.errors import UsageError, shortened
 from gft.initialize import groups_a_row
-from gft.layers import QuantLayer, QuantMultiheadAttention, number_layers, quantized_layers, some_names, twin_of
+from gft.layers import (
+    COMPUTE,
+    QuantLayer,
+    QuantMultiheadAttention,
+    check_compute,
+    number_layers,
+    quantized_layers,
+    some_names,
+    twin_of,
+)
 from gft.saved import mapping, sequence, whole_number
 from gft.settings import check_choice
 from gft.storage import check_bits
 from gft.summary import summary
 
 METHOD = "gft"
-KNOWN = ("names", "numbers", "bits", "memory", "gain", "bias", "scales", "gain_dtype", "scale_dtype")  # of a group of layers
+KNOWN = ("names", "numbers", "bits", "memory", "gain", "bias", "scales", "compute", "gain_dtype",
+         "scale_dtype")  # of a group of layers
 
 
 class GftConfig(QuantizationConfigMixin):
     """How a model is quantized: `from_pretrained(…, quantization_config=GftConfig(bits=2))` takes it, config.json holds it.
 
-    bits, memory, gain, scales: `gft.quantize_`'s.
+    bits, memory, gain, scales, compute: `gft.quantize_`'s.
     modules_to_not_convert: names, ends of names or patterns of layers that stay float; by default the output head and what
         it is tied to. [] leaves nothing out.
     layers: which layers are integers and how each is built; written by save_pretrained.
@@ -47,14 +57,16 @@ class GftConfig(QuantizationConfigMixin):
 
     def __init__(self, bits: int = 4, memory: bool = True, gain: bool | None = None, scales: str | int = "tensor",
                  modules_to_not_convert: list[str] | None = None, layers: list[dict[str, Any]] | None = None,
-                 **kwargs: Any) -> None:
+                 compute: str | None = None, **kwargs: Any) -> None:
         self.quant_method = METHOD  # type: ignore[assignment]
         self.bits, self.memory, self.gain, self.scales = check_bits(bits), bool(memory), gain, scales
+        check_compute(compute, bits)
+        self.compute = compute
         self.modules_to_not_convert, self.layers = modules_to_not_convert, None if layers is None else checked_layers(layers)
         unknown = kwargs.keys() - {"quant_method", "gft_version"}
         if unknown:
             raise UsageError(f"GftConfig has no setting {', '.join(sorted(unknown))}; its settings are bits, memory, gain, "
-                             "scales and modules_to_not_convert")
+                             "scales, compute and modules_to_not_convert")
 
     @classmethod
     def of(cls, model: nn.Module, packed: bool = False) -> "GftConfig":
@@ -69,10 +81,14 @@ class GftConfig(QuantizationConfigMixin):
             if by_number and layer.number is not None:  # they decide which random numbers a layer draws
                 group.setdefault("numbers", []).append(layer.number)
         most = max(groups.values(), key=lambda group: len(group["names"]))
-        return cls(most["bits"], most["memory"], most["gain"], most["scales"], layers=list(groups.values()))
+        return cls(most["bits"], most["memory"], most["gain"], most["scales"], layers=list(groups.values()),
+                   compute=most.get("compute"))
 
     def to_dict(self) -> dict[str, Any]:
-        return {**super().to_dict(), "gft_version": gft.__version__}
+        config = {**super().to_dict(), "gft_version": gft.__version__}
+        if config["compute"] is None:  # earlier versions read it
+            del config["compute"]
+        return config
 
 
 def checked_layers(groups: Any) -> list[dict[str, Any]]:
@@ -89,6 +105,7 @@ def checked_layers(groups: Any) -> list[dict[str, Any]]:
         check_bits(group.get("bits"))  # type: ignore[arg-type]
         for key in ("memory", "gain", "bias"):
             check_choice(f"{key} in config.json", group.get(key, True if key == "bias" else None), (False, True))
+        check_choice("compute in config.json", group.get("compute"), COMPUTE)
         if group.get("scales") not in ("tensor", "row"):
             whole_number(group.get("scales"), "scales in config.json", 2**31)
         for key in ("gain_dtype", "scale_dtype"):
@@ -105,6 +122,8 @@ def settings_of(layer: QuantLayer, packed: bool = False) -> dict[str, Any]:
     """What `gft.quantize_` has to be told to build this layer again."""
     settings: dict[str, Any] = {"bits": layer.bits, "memory": layer.memory and not packed,
                                 "gain": layer.log_gain is not None, "bias": layer.bias is not None, "scales": "tensor"}
+    if layer.compute is not None:
+        settings["compute"] = layer.compute
     if layer.log_gain is not None:
         settings["gain_dtype"] = str(layer.log_gain.dtype).removeprefix("torch.")
     if layer.scale.dim():
@@ -115,7 +134,7 @@ def settings_of(layer: QuantLayer, packed: bool = False) -> dict[str, Any]:
 
 def quantize_as(model: nn.Module, settings: Mapping[str, Any], chosen: Any) -> None:
     quantize_(model, settings["bits"], chosen, memory=settings["memory"], gain=settings["gain"],
-              bias=settings.get("bias", True), scales=settings["scales"])
+              bias=settings.get("bias", True), scales=settings["scales"], compute=settings.get("compute"))
 
 
 class GftQuantizer(HfQuantizer):
@@ -193,7 +212,7 @@ class GftQuantizer(HfQuantizer):
         if offloaded:
             raise UsageError(f"weights to quantize are offloaded ({some_names(offloaded)}); load the model with a "
                              "device_map that keeps it in memory")
-        quantize_as(model, {key: getattr(config, key) for key in ("bits", "memory", "gain", "scales")},
+        quantize_as(model, {key: getattr(config, key) for key in ("bits", "memory", "gain", "scales", "compute")},
                     lambda _, name: should_convert_module(name, left))
 
     # ------------------------------------------------------------------ saving

@@ -5,14 +5,16 @@
     captured    the same, and all of the step one CUDA graph (gft.Captured); on a CPU, compiled
 """
 
+import importlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cached_property
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import gft
+from gft.lab.bench.rows import say
 from gft.lab.bench.works import Work
 
 STEPS = 8  # in one timing, so that the host can run ahead as it does in a training loop. More than gft.Captured warms up for
@@ -20,22 +22,45 @@ WAYS = {"eager": {"compiled": False, "captured": False}, "compiled": {"compiled"
         "captured": {"compiled": True, "captured": True}}
 
 
+FLOAT8 = "float8 (torchao)"
+
+
+def has_float8() -> bool:
+    """Is there a torchao that this torch can import? It is no dependency."""
+    try:
+        importlib.import_module("torchao.float8")
+    except (ImportError, AttributeError) as error:  # the latter of a torch that it is not made for
+        say(f"    no torchao to compare with: {error}")
+        return False
+    return True
+
+
+def to_float8_(model: nn.Module, work: Work) -> None:
+    """torchao's float8 training, a scale for each row of every factor: the recipe nearest to ours."""
+    torchao = importlib.import_module("torchao.float8")
+    torchao.convert_to_float8_training(model, config=torchao.Float8LinearConfig.from_recipe_name("rowwise"),
+                                       module_filter_fn=work.filter_fn)
+
+
 class Side:
     """`steps` is a function that takes one training step.
 
     bits: None leaves the network float, for AdamW.
-    precision: "bf16" by autocast, or "fp32".
+    precision: "bf16" by autocast, or "fp32"; or FLOAT8, bf16 with torchao's float8 products in the layers of the body.
+    compute: gft.quantize_'s.
     """
 
-    def __init__(self, work: Work, device: torch.device, bits: int | None, precision: str, *, memory: bool = True,
-                 in_backward: bool = False) -> None:
+    def __init__(self, work: Work, device: torch.device, bits: int | None, precision: str, compute: str | None = None, *,
+                 memory: bool = True, in_backward: bool = False) -> None:
         torch.manual_seed(0)
         with device:  # a wide network takes long to draw on the CPU
             model = work.build()
         parts: list[torch.optim.Optimizer] = []
         if bits is not None:
-            gft.quantize_(model, bits, work.filter_fn, memory=memory, bias=work.bias)
+            gft.quantize_(model, bits, work.filter_fn, memory=memory, bias=work.bias, compute=compute)
             parts.append(gft.GFT(gft.quantized(model), in_backward=in_backward))
+        if precision == FLOAT8:
+            to_float8_(model, work)
         if gft.dense(model):
             parts.append(torch.optim.AdamW(gft.dense(model), fused=True, capturable=device.type == "cuda"))
         self.model, self.optimizer, self.batch = model, gft.Hybrid(*parts), work.batch(device)
@@ -49,7 +74,7 @@ class Side:
         model, optimizer = self.compiled if compiled else self.model, self.optimizer
 
         def step(x: Tensor, y: Tensor) -> Tensor:
-            with torch.autocast(self._device.type, torch.bfloat16) if self._precision == "bf16" else nullcontext():
+            with torch.autocast(self._device.type, torch.bfloat16) if self._precision != "fp32" else nullcontext():
                 loss = self._loss(model, x, y)
             optimizer.zero_grad(); loss.backward(); optimizer.step()
             return loss

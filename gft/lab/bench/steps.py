@@ -18,12 +18,13 @@ import torch
 from gft.errors import install_hint
 from gft.lab.bench import first
 from gft.lab.bench.rows import Row, allocated, forget_peak, peak, repeat, say, seconds, wait
-from gft.lab.bench.side import STEPS, WAYS, Side
+from gft.lab.bench.side import FLOAT8, STEPS, WAYS, Side, has_float8
 from gft.lab.bench.works import Work, works
 
 ROUNDS = 5
 GIB = 1 << 30
 Wanted = Callable[[str], bool]  # a row's name -> is it to be measured?
+Kind = tuple[int, str | None] | str  # a side: ours by bits and compute, AdamW's by its precision
 
 
 class Case(NamedTuple):
@@ -33,6 +34,7 @@ class Case(NamedTuple):
     bits: int
     way: str
     name: str
+    compute: str | None = None  # in low precision; None: in bf16
 
     @property
     def case(self) -> str:
@@ -41,7 +43,9 @@ class Case(NamedTuple):
 
 def cases(work: Work, ways: Sequence[str], has_peak: bool) -> list[Case]:
     """All rows of a network."""
-    times = [Case("time", bits, way, f"{work.name}, {bits} bit, {way}") for way in ways for bits in work.bits]
+    kinds = [*((bits, None) for bits in work.bits), *work.low]
+    times = [Case("time", bits, way, f"{work.name}, {bits} bit{f' {compute}' if compute else ''}, {way}", compute)
+             for way in ways for bits, compute in kinds]
     if work.peak_bar is None or not has_peak or "eager" not in ways:
         return times
     return [*(Case("peak", bits, "eager", f"peak memory, {work.name}, {bits} bit, eager") for bits in work.bits), *times]
@@ -80,26 +84,30 @@ def rows_of(work: Work, chosen: Sequence[Case], device: torch.device) -> Iterato
     """The chosen rows of one network."""
     on_gpu = device.type == "cuda"
     low = "bf16" if on_gpu else "fp32"
-    bits = list(dict.fromkeys(case.bits for case in chosen))
     peers = [low, "fp32"] if on_gpu and work.fp32_bar is not None else [low]
+    if on_gpu and work.low and has_float8():
+        peers.append(FLOAT8)
     # Ours first: what libraries keep from a process's first products on then counts as ours.
-    kinds: dict[int | str, tuple[int | None, str]] = {**{one: (one, low) for one in bits},
-                                                      **{precision: (None, precision) for precision in peers}}
-    sides: dict[int | str, Side] = {}
-    held: dict[int | str, int] = {}
+    kinds: dict[Kind, tuple[int | None, str, str | None]] = {
+        **{(case.bits, case.compute): (case.bits, low, case.compute) for case in chosen},
+        **{precision: (None, precision, None) for precision in peers}}
+    sides: dict[Kind, Side] = {}
+    held: dict[Kind, int] = {}
     for name, kind in kinds.items():
         sides[name], held[name] = with_peak(partial(Side, work, device, *kind), device)
     for case in chosen:
         if case.kind == "peak":
-            yield row(case, held[case.bits] / GIB, held[low] / GIB, "GiB", f"fused AdamW {low}, eager", work.peak_bar)
+            yield row(case, held[case.bits, case.compute] / GIB, held[low] / GIB, "GiB", f"fused AdamW {low}, eager",
+                      work.peak_bar)
     for way in dict.fromkeys(case.way for case in chosen if case.kind == "time"):
         begun = time.perf_counter()
         took = dict(zip(sides, in_turns([side.steps(**WAYS[way]) for side in sides.values()], device), strict=True))
         say(f"    {way}, measured in {time.perf_counter() - begun:.0f} s")
         for case in chosen:
             for precision in peers if (case.kind, case.way) == ("time", way) else ():
-                yield row(case, took[case.bits] * 1e3, took[precision] * 1e3, "ms", f"fused AdamW {precision}, {way}",
-                          work.bars.get(way, 1.0) if precision == low else work.fp32_bar)
+                bar = {low: work.low_bar if case.compute else work.bars.get(way, 1.0), FLOAT8: work.float8_bar}
+                yield row(case, took[case.bits, case.compute] * 1e3, took[precision] * 1e3, "ms",
+                          f"fused AdamW {precision}, {way}", bar.get(precision, work.fp32_bar))
 
 
 def row(case: Case, ours: float, peer: float, unit: str, peer_is: str, bar: float | None) -> Row:

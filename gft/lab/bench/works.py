@@ -1,14 +1,14 @@
 """What is trained in a benchmark: networks, how they are fed, and how fast a step of each should be beside AdamW's.
 
     the paper's networks    DNN, nanoGPT, ViT: a step captured as one CUDA graph
-    Hugging Face's Llama    as its Trainer runs it, from eager to captured
+    Hugging Face's Llama    as its Trainer runs it, from eager to captured; wide ones in low precision, too
     ResNets                 convolutions, channels_last
 
 `small` makes tiny networks of the same kinds, to see on a CPU that they run.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +48,9 @@ class Work:
     bias: bool = True  # False: the paper's layers, without biases and gains
     fp32_bar: float | None = None  # captured, of AdamW's time in float32
     peak_bar: float | None = None  # eager, of AdamW's peak memory
+    low: tuple[tuple[int, str], ...] = ()  # bits and compute: more networks of ours, in low precision
+    low_bar: float = 0.75  # theirs, of AdamW's time in bf16
+    float8_bar: float = 1.0  # and of AdamW's with torchao's float8 products, where torchao is installed
     needs: str = ""  # a package that gft can do without
 
 
@@ -84,14 +87,14 @@ def of_the_paper(small: bool) -> list[Work]:
 
 
 def llama(depth: int, width: int, sequences: int, length: int = 1024, *, vocabulary: int = 16384, head: int = 64,
-          peak_bar: float | None = None) -> Work:
+          tile: int = 64, peak_bar: float | None = None) -> Work:
     """Hugging Face's, its head not tied to the embedding. All linear layers of its body become integers."""
 
     def build() -> nn.Module:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         heads = width // head
-        inner = -(-8 * width // (3 * 64)) * 64  # 8/3 of the width, as Llama has it, in whole tiles
+        inner = -(-8 * width // (3 * tile)) * tile  # 8/3 of the width, as Llama has it, in whole tiles
         config = LlamaConfig(vocab_size=vocabulary, hidden_size=width, intermediate_size=inner, num_hidden_layers=depth,
                              num_attention_heads=heads, num_key_value_heads=heads, max_position_embeddings=length,
                              use_cache=False, tie_word_embeddings=False)
@@ -104,6 +107,12 @@ def llama(depth: int, width: int, sequences: int, length: int = 1024, *, vocabul
     return Work(f"Llama {depth}×{width}, {sequences}×{length} tokens", build, lambda module, name: ".layers." in name,
                 tokens, {"eager": 1.10, "compiled": 1.05, "captured": 0.95}, own_loss, peak_bar=peak_bar,
                 needs="transformers")
+
+
+def wide_llama(depth: int, width: int, **sizes: int) -> Work:
+    """Wide enough that products are most of a step: what low precision is for. A few layers, as many tell the same."""
+    work = llama(depth, width, **{"sequences": 8, "head": 128, "tile": 256, **sizes})
+    return replace(work, bars={"captured": work.bars["captured"]}, bits=(4,), low=((4, "fp8"), (4, "int8"), (2, "fp8")))
 
 
 def resnet(name: str, build: Callable[[], nn.Module], side: int, batch: int, classes: int) -> Work:
@@ -126,9 +135,10 @@ def of_users(small: bool) -> list[Work]:
 
     if small:
         return [llama(2, 32, 2, 16, vocabulary=64, head=16, peak_bar=0.75),
+                wide_llama(2, 48, sequences=2, length=16, vocabulary=64, head=16, tile=16),
                 resnet("ResNet-18", lambda: ResNet(3, 10, 4, (1, 1)), 8, 2, 10),
                 resnet("ResNet-50", lambda: resnet50(10, 4, (1, 1)), 32, 2, 10)]
-    return [llama(12, 768, 16, peak_bar=0.75), llama(24, 1024, 8),
+    return [llama(12, 768, 16, peak_bar=0.75), llama(24, 1024, 8), wide_llama(4, 2048), wide_llama(2, 4096),
             resnet("ResNet-18", ResNet, 32, 256, 10),
             resnet("ResNet-50", lambda: resnet50(1000, 64, (3, 4, 6, 3)), 224, 64, 1000)]
 

@@ -137,11 +137,11 @@ def quantize(values: Tensor, factors: Tensor | None, largest: int, key: NoiseKey
 
 
 def float_levels(stored: Tensor, storage: Storage, columns: int, dtype: torch.dtype, scaling: Scaling = PLAIN,
-                 places: int = 1) -> Tensor:
+                 places: int = 1, turned: bool = False) -> Tensor:
     """Read a weight out as float32 (levels.float_levels)."""
     checks.check_stored(stored, storage, columns)
     checks.check_scaling(scaling, stored, columns)
-    if dtype is not torch.float32 or places != 1:
+    if dtype is not torch.float32 or places != 1 or turned:
         return NotImplemented
     stored, functions, c, rows = stored.contiguous(), _functions(), c_storage(storage), len(stored)
     levels, factors = _scratch.borrow((rows, columns)), scaling.factors()

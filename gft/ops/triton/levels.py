@@ -11,12 +11,15 @@ from torch import Tensor
 from gft.errors import UsageError
 from gft.ops import checks
 from gft.ops.levels import PLAIN, Scaling
+from gft.ops.lowprecision import FP8, LARGEST
+from gft.ops.prepare import StoredWeight
 from gft.ops.triton.constants import constants_of
 from gft.ops.triton.grids import spread, spread_block
 from gft.ops.triton.launch import Launcher
 from gft.storage import Storage
 
 ROWS, COLUMNS = 4, 512  # of a program
+TURNED = 32, 64  # likewise where columns are written side by side: a sector of memory each
 
 
 @triton.jit
@@ -31,7 +34,8 @@ def _factor(number, log_gain, root, GAIN: tl.constexpr):
 @triton.jit
 def read_block(row_block, block, stored, levels, by_group, log_gain, number, root, rows, columns, bytes_a_row, groups, group,
                GROUPS: tl.constexpr, GAIN: tl.constexpr, PACKED: tl.constexpr, WIDTH: tl.constexpr, LARGEST: tl.constexpr,
-               MEMORY_BITS: tl.constexpr, SPARE_BITS: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr):
+               MEMORY_BITS: tl.constexpr, SPARE_BITS: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr,
+               TURN: tl.constexpr):
     """Some bytes of some rows."""
     row = row_block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     byte = block * BYTES + tl.arange(0, BYTES)
@@ -51,17 +55,21 @@ def read_block(row_block, block, stored, levels, by_group, log_gain, number, roo
     if GROUPS:
         at = row[:, None] * groups + (column // group)[None, :]
         factor = tl.load(by_group + at, mask=live, other=0.0).to(tl.float32) * factor
-    value = level.to(tl.float32) * factor
-    tl.store(levels + row[:, None] * columns + column[None, :], value.to(levels.dtype.element_ty), mask=live)
+    value = (level.to(tl.float32) * factor).to(levels.dtype.element_ty)
+    if TURN:
+        target = levels + column.to(tl.int64)[:, None] * rows + row[None, :]
+        tl.store(target, tl.trans(value), mask=tl.trans(live))
+    else:
+        tl.store(levels + row[:, None] * columns + column[None, :], value, mask=live)
 
 
 @triton.jit
 def _levels_kernel(stored, levels, by_group, log_gain, number, root, rows, columns, bytes_a_row, groups, group,
                    GROUPS: tl.constexpr, GAIN: tl.constexpr, PACKED: tl.constexpr, WIDTH: tl.constexpr,
                    LARGEST: tl.constexpr, MEMORY_BITS: tl.constexpr, SPARE_BITS: tl.constexpr, INERTIA: tl.constexpr,
-                   ROWS: tl.constexpr, BYTES: tl.constexpr):
+                   ROWS: tl.constexpr, BYTES: tl.constexpr, TURN: tl.constexpr):
     read_block(tl.program_id(0), spread_block(), stored, levels, by_group, log_gain, number, root, rows, columns,
-               bytes_a_row, groups, group, GROUPS, GAIN, PACKED, WIDTH, LARGEST, MEMORY_BITS, SPARE_BITS, ROWS, BYTES)
+               bytes_a_row, groups, group, GROUPS, GAIN, PACKED, WIDTH, LARGEST, MEMORY_BITS, SPARE_BITS, ROWS, BYTES, TURN)
 
 
 @triton.jit
@@ -99,6 +107,7 @@ class Reading(NamedTuple):
 
     grid: tuple[int, int, int]
     sizes: tuple[int, int, int, int, int]  # rows, columns, bytes a row, groups, columns a group
+    shape: tuple[int, int]  # of what is read out
     constants: dict[str, Any]
 
 
@@ -106,32 +115,40 @@ _readings: dict[Hashable, Reading] = {}
 
 
 def float_levels(stored: Tensor, storage: Storage, columns: int, dtype: torch.dtype,
-                 scaling: Scaling = PLAIN, places: int = 1) -> Tensor:
+                 scaling: Scaling = PLAIN, places: int = 1, turned: bool = False) -> Tensor:
     """Read a stored weight out as floats, in one pass (levels.float_levels)."""
-    kind = kind_of(stored, storage, columns, dtype, scaling, places)
-    reading = reading_of(kind, stored, storage, columns, dtype, scaling, places)
+    weight = StoredWeight(stored, storage, columns, dtype, scaling, places, turned)
+    kind = kind_of(weight)
+    reading = reading_of(kind, weight)
     return NotImplemented if reading is None else _read(stored, dtype, reading, scaling, kind)
 
 
-def kind_of(stored: Tensor, storage: Storage, columns: int, dtype: torch.dtype, scaling: Scaling, places: int) -> Hashable:
+def kind_of(weight: StoredWeight) -> Hashable:
     """What a reading, and the launch of it, depend on."""
+    stored, storage, columns, dtype, scaling, places, turned = weight
     return (stored.shape, stored.dtype, stored.device, storage, columns, dtype, _kind_of(scaling.by_group),
-            _kind_of(scaling.log_gain), places)
+            _kind_of(scaling.log_gain), places, turned)
 
 
-def reading_of(kind: Hashable, stored: Tensor, storage: Storage, columns: int, dtype: torch.dtype,
-               scaling: Scaling, places: int) -> Reading | None:
+def reading_of(kind: Hashable, weight: StoredWeight) -> Reading | None:
     """How such a weight is read out, once it has been checked; None for what is left to the definition."""
     reading = _readings.get(kind)
     if reading is None:
+        stored, storage, columns, dtype, scaling, places, turned = weight
         checks.check_stored(stored, storage, columns)
         checks.check_scaling(scaling, stored, columns)
         if places < 1 or columns % places:
             raise UsageError(f"{columns} columns are not channels of {places} places each")
-        if dtype not in checks.FLOATS:
+        if not (dtype in checks.FLOATS or writes(dtype, stored.device)) or (turned and places > 1):
             return None
-        reading = _readings[kind] = _reading(stored.shape, columns, constants_of(storage), scaling, places)
+        reading = _readings[kind] = _reading(stored.shape, columns, constants_of(storage), scaling, places, turned)
     return reading
+
+
+def writes(dtype: torch.dtype, device: torch.device) -> bool:
+    """Is this a type of 8 bits that kernels on the device can write (lowprecision.py)? The interpreter can."""
+    has_fp8 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+    return dtype in LARGEST and (dtype is not FP8 or has_fp8)
 
 
 def _kind_of(tensor: Tensor | None) -> Hashable:
@@ -150,25 +167,27 @@ def unpack_fields(packed: Tensor, width: int, offset: int, columns: int) -> Tens
     return _read(packed, torch.int8, reading, PLAIN, (packed.shape, width, offset, columns))
 
 
-def _reading(shape: torch.Size, columns: int, constants: dict[str, int], scaling: Scaling, places: int) -> Reading:
-    (rows, bytes_a_row), bytes_at_once = shape, COLUMNS * constants["WIDTH"] // 8
+def _reading(shape: torch.Size, columns: int, constants: dict[str, int], scaling: Scaling, places: int,
+             turned: bool = False) -> Reading:
+    rows_at_once, columns_at_once = TURNED if turned else (ROWS, COLUMNS)
+    (rows, bytes_a_row), bytes_at_once = shape, columns_at_once * constants["WIDTH"] // 8
     groups = 1 if scaling.by_group is None else scaling.by_group.shape[1]
     factors = {"GROUPS": scaling.by_group is not None, "GAIN": scaling.log_gain is not None}
     if places > 1:
         channels, up_to = columns // places, triton.next_power_of_2(places)
         at_once = max(1, min(COLUMNS * ROWS // up_to, triton.next_power_of_2(channels)))
         return Reading((rows, *spread(triton.cdiv(channels, at_once))),
-                       (rows, columns, bytes_a_row, groups, columns // groups),
+                       (rows, columns, bytes_a_row, groups, columns // groups), (rows, columns),
                        {**factors, **constants, "PLACES": places, "UP_TO": up_to, "CHANNELS": at_once})
-    return Reading((triton.cdiv(rows, ROWS), *spread(triton.cdiv(bytes_a_row, bytes_at_once))),
-                   (rows, columns, bytes_a_row, groups, columns // groups),
-                   {**factors, **constants, "ROWS": ROWS, "BYTES": bytes_at_once})
+    return Reading((triton.cdiv(rows, rows_at_once), *spread(triton.cdiv(bytes_a_row, bytes_at_once))),
+                   (rows, columns, bytes_a_row, groups, columns // groups), (columns, rows) if turned else (rows, columns),
+                   {**factors, **constants, "ROWS": rows_at_once, "BYTES": bytes_at_once, "TURN": turned})
 
 
 def room_for(stored: Tensor, dtype: torch.dtype, reading: Reading, scaling: Scaling) -> tuple[Tensor, tuple[Any, ...]]:
     """Where the result goes, and what the kernel is given."""
     by_group, log_gain, number, root = scaling
-    weight = torch.empty(reading.sizes[:2], dtype=dtype, device=stored.device)
+    weight = torch.empty(reading.shape, dtype=dtype, device=stored.device)
     return weight, (stored.contiguous(), weight, weight if by_group is None else by_group.contiguous(),
                     weight if log_gain is None else log_gain, number, root, *reading.sizes)
 

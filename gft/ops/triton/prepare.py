@@ -29,7 +29,7 @@ def _both_kernel(values, factors, out, squares, not_finite, tokens, features, la
                  LANES: tl.constexpr, RUN: tl.constexpr, FEATURES: tl.constexpr,
                  GROUPS: tl.constexpr, GAIN: tl.constexpr, PACKED: tl.constexpr, WIDTH: tl.constexpr, LARGEST: tl.constexpr,
                  MEMORY_BITS: tl.constexpr, SPARE_BITS: tl.constexpr, INERTIA: tl.constexpr, ROWS: tl.constexpr,
-                 BYTES: tl.constexpr):
+                 BYTES: tl.constexpr, TURN: tl.constexpr):
     """The first `chunks` rows of programs round, the others read."""
     chunk = tl.program_id(1)
     if chunk < chunks:
@@ -39,7 +39,7 @@ def _both_kernel(values, factors, out, squares, not_finite, tokens, features, la
         program = (chunk - chunks) * tl.num_programs(0) + tl.program_id(0)
         read_block(program // blocks_across, program % blocks_across, stored, weight, by_group, log_gain, number, root, rows,
                    columns, bytes_a_row, groups, group, GROUPS, GAIN, PACKED, WIDTH, LARGEST, MEMORY_BITS, SPARE_BITS, ROWS,
-                   BYTES)
+                   BYTES, TURN)
 
 
 _launch_both = Launcher(_both_kernel)
@@ -61,7 +61,7 @@ _both: dict[Hashable, _Both | None] = {}
 def read_and_quantize(weight: StoredWeight, values: Tensor, factors: Tensor | None, largest: int, key: NoiseKey,
                       not_finite: Tensor | None = None) -> tuple[Tensor, Quantized]:
     """prepare.read_and_quantize in one launch."""
-    kind = levels.kind_of(*weight), activations.kind_of(values, factors, largest, not_finite)
+    kind = levels.kind_of(weight), activations.kind_of(values, factors, largest, not_finite)
     both = _both[kind] if kind in _both else _both_of(kind, weight, values, factors, largest, not_finite)
     if both is None or key.first:
         return NotImplemented
@@ -85,7 +85,7 @@ class _Preparer:
         self.shape, self.dtype, self.device = values.shape, values.dtype, values.device
         (tokens, features), runs = values.shape, both.rounding.runs
         self.q, self.squares = ((tokens, features), (1, tokens)), (runs, features)
-        self.read = both.reading.sizes[:2], weight.dtype
+        self.read = both.reading.shape, weight.dtype
         self.grid = both.grid
         self.sizes = tokens, features, activations.LARGEST_SQUARED**2
         self.last = weight.scaling.number, weight.scaling.root, *both.reading.sizes, *both.last
@@ -122,7 +122,7 @@ class _Preparer:
 def preparer(weight: StoredWeight, values: Tensor, factors: Tensor | None, largest: int,
              not_finite: Tensor | None = None) -> Preparer:
     """prepare.preparer: see _Preparer."""
-    kind = levels.kind_of(*weight), activations.kind_of(values, factors, largest, not_finite)
+    kind = levels.kind_of(weight), activations.kind_of(values, factors, largest, not_finite)
     both = _both[kind] if kind in _both else _both_of(kind, weight, values, factors, largest, not_finite)
     scales = weight.scaling.by_group
     lie_well = all(one is None or one.is_contiguous() for one in (weight.stored, factors, scales))
@@ -135,7 +135,7 @@ def _both_of(kind: Any, weight: StoredWeight, values: Tensor, factors: Tensor | 
              not_finite: Tensor | None) -> _Both | None:
     """How they are prepared together; None where one of them is left to its definition, is too long for it, or is read in
     another order."""
-    reading = levels.reading_of(kind[0], *weight)
+    reading = levels.reading_of(kind[0], weight)
     rounding = activations.rounding_of(kind[1], values, factors, largest, not_finite)
     both = None
     if reading is not None and rounding is not None and weight.stored.numel() and weight.places == 1:

@@ -43,7 +43,7 @@ def cut_for(rows: int, columns: int, tokens: int) -> Cut:
 
 
 @triton.jit
-def _tile(program, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
+def tile_of(program, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
     """A program's first row and first column. Neighbouring programs share rows and columns, so that what they read is in the
     cache."""
     tiles_down, tiles_across = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
@@ -58,7 +58,7 @@ def _tile(program, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GRO
 def _votes_tile(program, grad_output, x, votes, rows, columns, tokens, grad_stride, x_stride, steps,
                 EVEN: tl.constexpr, SPLIT: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
                 TOKENS: tl.constexpr, GROUP: tl.constexpr):
-    first_row, first_column = _tile(program, rows, columns, ROWS, COLUMNS, GROUP)
+    first_row, first_column = tile_of(program, rows, columns, ROWS, COLUMNS, GROUP)
     group = tl.program_id(2).to(tl.int64)  # of those that have rows and columns of their own
     grad_output, x = grad_output + group * rows * grad_stride, x + group * columns * x_stride
     votes += group * rows * columns
@@ -235,7 +235,7 @@ def features_first(q: Tensor) -> Tensor:  # (n, features)
 def _sequence_votes_kernel(grad_output, x, votes, rows, columns, tokens, pieces_a_split,
                            ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, PIECES: tl.constexpr,
                            GROUP: tl.constexpr):
-    first_row, first_column = _tile(tl.program_id(0), rows, columns, ROWS, COLUMNS, GROUP)
+    first_row, first_column = tile_of(tl.program_id(0), rows, columns, ROWS, COLUMNS, GROUP)
     row, column = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
     first, token = tl.program_id(1) * pieces_a_split, tl.arange(0, TOKENS)
     from_grad = grad_output + tl.where(row < rows, row, 0).to(tl.int64)[:, None] * tokens + (first * TOKENS + token)[None, :]
