@@ -24,7 +24,7 @@ from gft.lab import ladder, older, report, stopping, train
 from gft.lab.display import watch, watching
 from gft.lab.generate import sample_of
 from gft.lab.ladder import sheet
-from gft.lab.recipe import Recipe, dotted
+from gft.lab.recipe import DEFAULTS, Recipe, dotted
 from gft.lab.recipes import RECIPES, VARIANTS, variant_of
 from gft.lab.records import checked_result, read_json_lines, read_object, read_result, write_json, write_lines
 from gft.lab.runs import TrainingError, resolve_device
@@ -48,7 +48,6 @@ SAMPLED = ("shakespeare-gpt-fp", "shakespeare-gpt-hybrid1-4bit", "shakespeare-gp
 START = "spawn"  # of workers: CUDA does not survive a fork
 MASKS = hasattr(signal, "pthread_sigmask")  # not on Windows
 SECONDS_TO_SAVE = 30.0  # that runs are given when a table is stopped
-DEFAULTS = dotted(Recipe("", "", "", None).config())
 Run = tuple[Recipe, int, Path]
 Event = tuple[str, train.Progress | TrainingError]  # of which run, and why it stopped if it did
 Line = dict[str, Any]
