@@ -8,6 +8,7 @@ whichever of several kernels was faster when they tried them, and each adds floa
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 
@@ -29,10 +30,11 @@ def repeatable(wanted: bool, compiled: bool) -> Iterator[None]:
         raise UsageError(f"{WORKSPACE}={workspace} lets products differ from run to run; unset it, or set it to "
                          f"{REPEATABLE_WORKSPACES[0]}, or leave out --deterministic")
     switches = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    fills, tries = torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.benchmark
+    memory: Any = torch.utils.deterministic
+    fills, tries = memory.fill_uninitialized_memory, torch.backends.cudnn.benchmark
     os.environ[WORKSPACE] = workspace or REPEATABLE_WORKSPACES[0]  # read when the first product asks for cuBLAS
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # to find programs that read it; these do not, and it costs
+    memory.fill_uninitialized_memory = False  # to find programs that read it; these do not, and it costs
     torch.backends.cudnn.benchmark = False
     try:
         with _compiler() if compiled else nullcontext():
@@ -41,7 +43,7 @@ def repeatable(wanted: bool, compiled: bool) -> Iterator[None]:
         if workspace is None:
             del os.environ[WORKSPACE]
         torch.use_deterministic_algorithms(switches[0], warn_only=switches[1])
-        torch.utils.deterministic.fill_uninitialized_memory = fills
+        memory.fill_uninitialized_memory = fills
         torch.backends.cudnn.benchmark = tries
 
 
