@@ -150,7 +150,7 @@ def test_fully_shard_over_one_rank_trains_as_without(wire, device):
     assert same(*ends)  # 16 signs fit in a byte
 
 
-# ---------------------------------------------------------------------------------------------------- a rank that does not come
+# ---------------------------------------------------------------------------------------------------- one that does not come
 
 
 def wait_in_vain(_: int, folder: str) -> None:
