@@ -1,9 +1,10 @@
-"""--deterministic: the same bits each time. On a GPU two processes, each with kernels that it has chosen by itself."""
+"""The same bits each time: with --deterministic on a GPU, and on a CPU with C kernels or none."""
 
 import json
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,30 @@ def test_a_run_goes_on_as_it_was_begun(tmp_path, refuses):
     assert list(train.training(SMALL, tmp_path / "old", device="cpu", resume=True))[-1].result is not None
 
 
+def tensors_of(nest: object, name: str = "") -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint by their path."""
+    if isinstance(nest, torch.Tensor):
+        return {name: nest}
+    pairs = nest.items() if isinstance(nest, dict) else enumerate(nest) if isinstance(nest, (list, tuple)) else ()
+    return {key: value for at, part in pairs for key, value in tensors_of(part, f"{name}.{at}").items()}
+
+
+def difference(one: Path, other: Path) -> list[str]:
+    """What differs in the checkpoints of two runs."""
+    first, second = (tensors_of(read_checkpoint(run / "checkpoint" / "state.safetensors")) for run in (one, other))
+    assert first.keys() == second.keys()
+    return [name for name in first if not torch.equal(first[name], second[name])]
+
+
+@pytest.mark.parametrize("name", ["digits-hybrid-4bit", "mnist-dnn-hybrid-3bit-packed"])
+def test_a_run_with_c_kernels_or_none_ends_in_the_same_bits(name, tmp_path, monkeypatch):
+    recipe = recipes.find(name).changed(["data=digits", "width=32", "steps=40", "batch=64", "eval_every=40"])
+    list(train.training(recipe, tmp_path / "c", device="cpu"))
+    monkeypatch.setattr(import_module("gft.ops.operation"), "twins", lambda kind: {})
+    list(train.training(recipe, tmp_path / "torch", device="cpu"))
+    assert difference(tmp_path / "c", tmp_path / "torch") == []
+
+
 PROGRAM = """
 import sys
 from pathlib import Path
@@ -71,14 +96,6 @@ recipe = recipes.find(sys.argv[1]).changed(sys.argv[3:])
 for _ in train.training(recipe, Path(sys.argv[2]), seed=3, device="cuda"):
     pass
 """
-
-
-def tensors_of(nest: object, name: str = "") -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint by their path."""
-    if isinstance(nest, torch.Tensor):
-        return {name: nest}
-    pairs = nest.items() if isinstance(nest, dict) else enumerate(nest) if isinstance(nest, (list, tuple)) else ()
-    return {key: value for at, part in pairs for key, value in tensors_of(part, f"{name}.{at}").items()}
 
 
 @pytest.mark.gpu
@@ -99,11 +116,7 @@ def test_two_runs_of_nanogpt_on_a_gpu_give_the_same_bits(row, tmp_path):
                               env={**os.environ, "PYTHONPATH": path, **caches}, capture_output=True, text=True, timeout=400,
                               check=False)
         assert done.returncode == 0, done.stderr[-3000:]
-    first, second = (tensors_of(read_checkpoint(tmp_path / f"run-{number}" / "checkpoint" / "state.safetensors"))
-                     for number in range(2))
-    assert first.keys() == second.keys()
-    differ = [name for name in first if not torch.equal(first[name], second[name])]
-    assert differ == []
+    assert difference(tmp_path / "run-0", tmp_path / "run-1") == []
     results = [json.loads((tmp_path / f"run-{number}" / "result.json").read_text()) for number in range(2)]
     assert results[0]["value"] == results[1]["value"]
     assert results[0]["flips"] == results[1]["flips"]
