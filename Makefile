@@ -3,6 +3,7 @@
 # make core   the core's tests alone, in about a minute
 # make fuzz     damage a million checkpoints, states and configs: about an hour
 # make torture  kill runs 200 times, mutate a million data files, train 100,000 steps: about half an hour
+# make audit    compare the pinned versions with the known holes; needs the network
 # make docs   build the documentation's site into site/
 # make dist   build wheel and sdist, check them, and train with the wheel in an empty environment
 
@@ -11,7 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TIERS := $(wildcard tests/kernels tests/distributed tests/lab tests/export tests/integrations tests/examples tests/fuzz)
 
-.PHONY: demo test core lint torture fuzz docs dist clean
+.PHONY: demo test core lint torture fuzz audit docs dist clean
 
 # The demo needs little; tests, site and packages need every trainer and format.
 $(VENV)/.lab: pyproject.toml constraints.txt
@@ -44,6 +45,11 @@ torture: $(VENV)/.installed
 	$(BIN)/python tests/torture.py kills --kills 200
 	$(BIN)/python tests/fuzz/data_files.py --inputs 1000000
 	$(BIN)/python tests/torture.py long --steps 100000
+
+# Strict: a package that could not be looked up is a failure, not a line to overlook.
+audit: $(VENV)/.lab
+	$(BIN)/pip install -q pip-audit
+	$(BIN)/pip-audit --strict -r constraints.txt --no-deps --disable-pip
 
 docs: $(VENV)/.installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -18,6 +18,7 @@ must take the same number of steps; one that is missing makes the others raise `
 """
 
 import os
+import time
 import zlib
 from collections.abc import Container, Iterable, Mapping, Sequence
 from datetime import timedelta
@@ -99,22 +100,32 @@ def patience() -> timedelta:
         raise UsageError(f"GFT_RANK_SECONDS={given!r}: give seconds that a step waits for the other ranks, as 600") from None
 
 
-def all_reduce(tensor: Tensor, group: "ProcessGroup | None", how: Any = None) -> None:
-    """dist.all_reduce, a sum if not told otherwise, and one sentence where a rank does not come. On a GPU the host does not
-    wait, and what a lost rank means there is for NCCL's own watchdog to say (init_process_group(timeout=…))."""
+def all_reduce(tensor: Tensor, group: "ProcessGroup | None", how: Any = None, *, host_waits: bool = False) -> None:
+    """dist.all_reduce, a sum if not told otherwise, and one sentence where a rank does not come. On a GPU that takes a host
+    that waits for the sum, as for the counts that a step begins with. Elsewhere it goes on at once, and what a lost rank
+    means is for NCCL's own watchdog to say (init_process_group(timeout=…))."""
     how = dist.ReduceOp.SUM if how is None else how
-    if tensor.is_cuda:
+    if tensor.is_cuda and not host_waits:
         dist.all_reduce(tensor, how, group)
         return
     wait = patience()
     try:
         work = dist.all_reduce(tensor, how, group, async_op=True)
         if work is not None:
+            if tensor.is_cuda:
+                _look_until_done(work, wait)
             work.wait(wait)
     except RuntimeError as error:
         raise RankLost(f"another rank has not come to this step: it has ended, takes fewer steps or was stopped for more "
                        f"than {wait.total_seconds():g} s; look at what it said, and start all ranks again from the last "
                        "checkpoint") from error
+
+
+def _look_until_done(work: Any, longest: timedelta) -> None:
+    """NCCL's own wait looks each few milliseconds, which is as long as many a step takes."""
+    end = time.monotonic() + longest.total_seconds()
+    while not work.is_completed() and time.monotonic() < end:
+        time.sleep(2e-5)
 
 
 def sum_over(ranks: Ranks, tensors: Iterable[Tensor]) -> None:
@@ -153,7 +164,7 @@ def fingerprint(layers: Iterable[Any],
 def check_alike(ranks: Ranks, number: int, device: torch.device) -> None:
     """Raise on every rank if one has another fingerprint: they would drift apart from the first step on."""
     bounds = torch.tensor([number, -number], device=device)
-    all_reduce(bounds, ranks.group, dist.ReduceOp.MAX)
+    all_reduce(bounds, ranks.group, dist.ReduceOp.MAX, host_waits=True)
     if bounds.sum().item() != 0:
         raise UsageError("the ranks start from different integer weights or settings; wrap the model in "
                          "DistributedDataParallel or build it from one seed, give gft.GFT the same settings everywhere, and "
@@ -196,7 +207,7 @@ def all_reduce_votes(layers: Sequence[Any],
     """Make the votes and scales of all layers the same on all ranks. On a GPU the host waits for the counts: they decide
     which layers have votes anywhere, and of which type."""
     own = torch.tensor([counts_of(layer.votes) for layer in layers], dtype=torch.int64, device=layers[0].qweight.device)
-    sum_over(ranks, [own])
+    all_reduce(own, ranks.group, host_waits=True)
     counts = [Counts(*row) for row in own.tolist()]
     _sum_votes(layers, counts, ranks)
     _average_squares(layers, settled, counts, ranks)

@@ -93,9 +93,12 @@ def train_command(recipe: Annotated[str, typer.Argument(help="One of gft recipes
                   resume: Annotated[bool, typer.Option(help="Continue the run in the folder from its checkpoint.")] = False,
                   checkpoint_every: Annotated[int | None, typer.Option(min=1, help="Steps; by default a minute.")] = None,
                   tensorboard: Annotated[bool, typer.Option(help="Write TensorBoard files.")] = True,
+                  deterministic: Annotated[bool, typer.Option("--deterministic", help="The same bits each time, on a GPU "
+                                                              "too; slower there.")] = False,
                   settings: Settings = []) -> None:  # noqa: B006  (typer copies it)
     """Train a recipe: a network, its data and its settings."""
-    chosen = find(recipe).changed(settings + ([] if steps is None else [f"schedule.steps={steps}"]))
+    chosen = find(recipe).changed(settings + ([] if steps is None else [f"schedule.steps={steps}"])
+                                  + (["model.deterministic=true"] if deterministic else []))
     out = out or Path("runs") / f"{recipe}-seed-{seed}"
     run = train.training(chosen, out, seed=seed, device=device, resume=resume, tensorboard=tensorboard,
                          checkpoint_every=checkpoint_every)

@@ -92,6 +92,7 @@ class Model:
     positions: str = "random"  # vit
     precision: str = "fp32"  # of the products on a GPU
     compiled: bool = False  # torch.compile, on a GPU: pays off where steps are long or many
+    deterministic: bool = False  # on a GPU the same bits each time, by slower kernels; on a CPU they are so anyway
     kv_heads: int | None = None  # llama: heads of keys and values; None: as many as of queries
 
     def __post_init__(self) -> None:
@@ -326,6 +327,9 @@ def dotted(config: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in config.items():
         flat |= {f"{key}.{field}": one for field, one in value.items()} if isinstance(value, Mapping) else {key: value}
     return flat
+
+
+DEFAULTS = dotted(Recipe("", "", "", None).config())
 
 
 # ---------------------------------------------------------------------------------------------------- key=value

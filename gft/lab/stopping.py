@@ -78,6 +78,15 @@ def deferred() -> Iterator[None]:
         _Noted.loops -= 1
 
 
+@contextmanager
+def held() -> Iterator[None]:
+    """A few lines that a signal may not break off. One that comes meanwhile ends the command after them."""
+    with deferred():
+        yield
+    if _Noted.number is not None and not _Noted.loops:
+        raise Stopped(_Noted.number)
+
+
 def asked_to_stop() -> int | None:
     """The number of the signal that has come, if one has."""
     return _Noted.number

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from gft.lab import ladder, older, report, stopping, train
 from gft.lab.display import watch, watching
 from gft.lab.generate import sample_of
 from gft.lab.ladder import sheet
-from gft.lab.recipe import Recipe, dotted
+from gft.lab.recipe import DEFAULTS, Recipe, dotted
 from gft.lab.recipes import RECIPES, VARIANTS, variant_of
 from gft.lab.records import checked_result, read_json_lines, read_object, read_result, write_json, write_lines
 from gft.lab.runs import TrainingError, resolve_device
@@ -46,8 +46,8 @@ SUBTITLES = {"default": "", "paper": ", the paper's own rule", "packed": ", with
 SAMPLED = ("shakespeare-gpt-fp", "shakespeare-gpt-hybrid1-4bit", "shakespeare-gpt-hybrid1-2bit")
 
 START = "spawn"  # of workers: CUDA does not survive a fork
+MASKS = hasattr(signal, "pthread_sigmask")  # not on Windows
 SECONDS_TO_SAVE = 30.0  # that runs are given when a table is stopped
-DEFAULTS = dotted(Recipe("", "", "", None).config())
 Run = tuple[Recipe, int, Path]
 Event = tuple[str, train.Progress | TrainingError]  # of which run, and why it stopped if it did
 Line = dict[str, Any]
@@ -272,15 +272,20 @@ def _side_by_side(missing: Sequence[Run], device: str, jobs: int) -> Iterator[Ev
     context = multiprocessing.get_context(START)
     threads = max(1, multiprocessing.cpu_count() // jobs)
     waiting, working = list(missing), {}
+    if START == "spawn" and MASKS:
+        from multiprocessing import resource_tracker
+
+        resource_tracker.ensure_running()  # first of all: when it starts, it lets the signals through that are held here
     try:
         while waiting or working:
             while waiting and len(working) < jobs:
                 ours, theirs = context.Pipe(duplex=False)
                 run = waiting.pop(0)
                 worker = context.Process(target=_work, args=(run, device, theirs, threads), name=_name_of(run))
-                _start(worker)
-                theirs.close()  # so that the worker's end is the only one, and closes with it
-                working[ours] = worker
+                with _starting():
+                    worker.start()
+                    working[ours] = worker
+                    theirs.close()  # so that the worker's end is the only one, and closes with it
             for ready in multiprocessing.connection.wait(list(working)):
                 assert isinstance(ready, multiprocessing.connection.Connection)
                 worker = working[ready]
@@ -301,15 +306,18 @@ def _side_by_side(missing: Sequence[Run], device: str, jobs: int) -> Iterator[Ev
         _end(working.values())
 
 
-def _start(worker: Any) -> None:
-    """A Ctrl-C is for the table, which then stops its workers; they inherit that they ignore it."""
-    here = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if here else None
-    try:
-        worker.start()
-    finally:
-        if here:
-            signal.signal(signal.SIGINT, before)
+@contextmanager
+def _starting() -> Iterator[None]:
+    """For the time that a worker is started. A signal that comes meanwhile waits, or a worker that nobody knows of would be
+    left at work. A Ctrl-C is for the table, which then stops its workers: they begin with it blocked, then ignore it."""
+    with stopping.held():
+        masks = MASKS and threading.current_thread() is threading.main_thread()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if masks else set()
+        try:
+            yield
+        finally:
+            if masks:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _ended(code: int) -> str:
@@ -342,6 +350,9 @@ def _work(run: Run, device: str, events: Any, threads: int) -> None:
 
     torch.set_num_threads(threads)
     torch.set_float32_matmul_precision("high")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # what has come since `_starting` is dropped by this
+    if MASKS:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     with stoppable():
         threading.Thread(target=_stop_with_parent, daemon=True).start()
         try:

@@ -24,6 +24,7 @@ from gft.lab.data.augment import middle
 from gft.lab.models import ViT
 from gft.lab.provenance import commit, device_name
 from gft.lab.recipe import Recipe
+from gft.lab.repeatable import repeatable
 from gft.lab.runs import RunFolder, TrainingError, checkpoint_of, read_config, resolve_device
 from gft.lab.stopping import Stopped, asked_to_stop, deferred
 from gft.lab.stopwatch import Stopwatch, counters_of
@@ -177,7 +178,8 @@ def training(recipe: Recipe, out: Path, *, seed: int = 0, device: str = "auto", 
         yield Progress(recipe.schedule.steps, recipe.schedule.steps, result=folder.result)
         return
     try:
-        yield from _train(recipe, folder, Options(seed, on, checkpoint_every, keep_checkpoint, tensorboard))
+        with repeatable(recipe.model.deterministic, recipe.model.compiled and on.type == "cuda"):
+            yield from _train(recipe, folder, Options(seed, on, checkpoint_every, keep_checkpoint, tensorboard))
     finally:
         folder.close()
 

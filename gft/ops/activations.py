@@ -45,7 +45,9 @@ def quantize(values: Tensor,  # (n, features) float
     fixed = (kept.float() * factors).clamp_(-top, top).to(torch.int32)
     rows, columns = values.shape
     noise = noise8(rows, columns, key, values.device).mul_(256).add_(128)  # the middle of what 8 bits stand for: unbiased
-    return Quantized(fixed.add_(noise).bitwise_right_shift_(16).to(torch.int8), _squares(values).sum(0, keepdim=True))
+    # On a CPU in float64, as the C twin has it: rounded once, whatever the order.
+    squares = _squares(values, torch.float64 if values.device.type == "cpu" else torch.float32)
+    return Quantized(fixed.add_(noise).bitwise_right_shift_(16).to(torch.int8), squares.sum(0, keepdim=True).float())
 
 
 @operation
@@ -60,5 +62,6 @@ def mean_square(values: Tensor) -> Tensor:  # (n, features) -> (features,) float
     return _squares(values).sum(0) / max(len(values), 1)
 
 
-def _squares(values: Tensor) -> Tensor:
-    return torch.where(torch.isfinite(values), values, 0).float().clamp_(-LARGEST_SQUARED, LARGEST_SQUARED).square_()
+def _squares(values: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    kept = torch.where(torch.isfinite(values), values, 0).float().clamp_(-LARGEST_SQUARED, LARGEST_SQUARED)
+    return kept.to(dtype).square_()

@@ -89,8 +89,9 @@ def sequence_votes_and_counts(grad_output: Tensor, x: Tensor, sequence: int) -> 
 
 def _votes_of_each_sequence(x: Tensor, grad_output: Tensor, sequence: int) -> Tensor:  # (sequences, out, in)
     if sequence > EXACT_IN_FLOAT32:
-        pairs = zip(grad_output.split(sequence), x.split(sequence), strict=True)
-        return torch.stack([votes_product(one_grad, one_x) for one_grad, one_x in pairs])
+        pairs, shape = zip(grad_output.split(sequence), x.split(sequence), strict=True), (grad_output.shape[1], x.shape[1])
+        return torch.stack([votes_product(one_grad, one_x, x.new_zeros(shape, dtype=torch.int64)
+                                          if sequence > EXACT_IN_INT32 else None) for one_grad, one_x in pairs])
     with torch.autocast(x.device.type, enabled=False):  # int8 fits TF32's mantissa, too
         return torch.bmm(grad_output.reshape(-1, sequence, grad_output.shape[1]).float().transpose(1, 2),
                          x.reshape(-1, sequence, x.shape[1]).float())

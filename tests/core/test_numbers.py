@@ -114,6 +114,33 @@ def test_inputs_and_gradients_that_say_nothing_are_taken(kind, vote):
     assert bool((layer.qweight != before).any())
 
 
+MANY = 1 << 20
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("vote", "sequence", "most"), [
+    (gft.Int8(), 1, MANY * 127**2), (gft.Int4(), 1, MANY * 7**2), (gft.Sign(), 1, MANY),
+    (gft.Sign(per="sequence"), MANY, 1), (gft.Sign(per="sequence", literal_mask=True), MANY, 1)], ids=str)
+def test_a_million_tokens_overflow_no_vote(vote, sequence, most, device):
+    """In one backward: each token votes as loudly as it can, beyond what int32 holds."""
+    layer = gft.QuantLinear(2, 3, bits=4, bias=False).to(device)
+    optimizer = gft.GFT(gft.quantized(layer), lr=0.5, vote=vote)
+    y = layer(torch.full((1, 2, 2), 1e-3, device=device))
+    y.backward(torch.full_like(y, 1e-3))
+    optimizer.step()  # now the scales are those of small numbers
+    before = layer.levels().clone()
+    y = layer(torch.ones(MANY // sequence, sequence, 2, device=device))
+    y.backward(torch.ones_like(y))
+    wanted = torch.full_like(before, 1, dtype=torch.int64)
+    if isinstance(vote, gft.Sign) and vote.literal_mask:
+        wanted = (before < 0).long()  # the mask takes only votes that make a weight grow
+    assert torch.equal(layer.votes.votes.long(), wanted * most)
+    optimizer.step()
+    assert bool((layer.levels() <= before).all())
+    for name, value in optimizer.state[layer.qweight].items():
+        assert not isinstance(value, torch.Tensor) or bool(torch.isfinite(value).all()), name
+
+
 def test_two_threads_train_two_models_as_one_after_the_other(tiny_net, batches):
     def run(model):
         train(model, hybrid_of(model, seed=3), batches * 3)

@@ -1,5 +1,6 @@
 """A table that is killed: its runs save and stop."""
 
+import multiprocessing
 import os
 import signal
 import time
@@ -9,7 +10,7 @@ import pytest
 
 from gft import files
 from gft.errors import UsageError
-from gft.lab import tables
+from gft.lab import stopping, tables
 
 
 def test_the_runs_of_a_killed_table_save_and_stop(tmp_path, monkeypatch):
@@ -28,6 +29,26 @@ def test_the_runs_of_a_killed_table_save_and_stop(tmp_path, monkeypatch):
     wait_until(lambda: all((run / "checkpoint" / "state.safetensors").exists() for run in runs))
     for run in runs:
         wait_until(lambda run=run: is_free(run))
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_while_a_worker_starts_stops_the_table_and_leaves_no_worker(name, tmp_path, monkeypatch):
+    """A Ctrl-C was lost there, and a worker that no list had yet was waited for until it was done."""
+    monkeypatch.setattr(tables, "START", "fork")
+    process = multiprocessing.get_context("fork").Process
+    start, started = process.start, []
+
+    def signalled(worker) -> None:
+        start(worker)
+        started.append(worker)
+        os.kill(os.getpid(), getattr(signal, name))
+
+    monkeypatch.setattr(process, "start", signalled)
+    settings = ["width=16", "data=digits", "steps=200"]
+    with stopping.stoppable(), pytest.raises(stopping.Stopped, match=f"stopped by {name}; 0 of 2 runs are done"):
+        tables.reproduce({"depth": tmp_path}, jobs=2, seeds=2, rows=["depth-3"], settings=settings, device="cpu")
+    assert [worker.is_alive() for worker in started] == [False]
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def is_free(folder: Path) -> bool:

@@ -4,12 +4,14 @@ import json
 import os
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import gft
 from gft import distributed
@@ -17,12 +19,14 @@ from gft import distributed
 PATIENCE = 1.0
 
 
-def train(rank: int, folder: Path, fault: str) -> None:
+def train(rank: int, folder: Path, fault: str, ddp: bool) -> None:
     """Two ranks over gloo; the second comes to harm at its third step."""
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
+    timeout = timedelta(seconds=PATIENCE) if ddp else None
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2, timeout=timeout)
     torch.manual_seed(0)
     model = gft.quantize_(nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 5)), 4)
     optimizer = gft.GFT(gft.quantized(model))
+    model = DistributedDataParallel(model) if ddp else model
     for step in range(6):
         if rank == 1 and step == 2:
             if fault == "dies":
@@ -41,25 +45,39 @@ def train(rank: int, folder: Path, fault: str) -> None:
             return
 
 
-@pytest.mark.parametrize("fault", ["dies", "is stopped", "takes fewer steps"])
-def test_a_rank_that_is_lost_is_noticed_in_time(fault, tmp_path, monkeypatch):
-    monkeypatch.setenv("GFT_RANK_SECONDS", str(PATIENCE))
+def what_the_other_says(folder: Path, fault: str, ddp: bool = False) -> dict:
     ranks = []
     for rank in range(2):
         if not (number := os.fork()):
             try:
-                train(rank, tmp_path, fault)
+                train(rank, folder, fault, ddp)
             finally:
                 os._exit(0)
         ranks.append(number)
     os.waitpid(ranks[0], 0)
     os.kill(ranks[1], signal.SIGKILL)
     os.waitpid(ranks[1], 0)
-    said = json.loads((tmp_path / "said").read_text())
+    return json.loads((folder / "said").read_text())
+
+
+@pytest.mark.parametrize("fault", ["dies", "is stopped", "takes fewer steps"])
+def test_a_rank_that_is_lost_is_noticed_in_time(fault, tmp_path, monkeypatch):
+    monkeypatch.setenv("GFT_RANK_SECONDS", str(PATIENCE))
+    said = what_the_other_says(tmp_path, fault)
     assert said["kind"] == "RankLost"
     assert said["step"] == 2
     assert said["said"].startswith("another rank has not come to this step")
     assert "\n" not in said["said"]
+    assert said["seconds"] < PATIENCE + 2
+
+
+@pytest.mark.parametrize("fault", ["dies", "is stopped"])
+def test_under_ddp_torch_tells_of_a_lost_rank_in_backward_after_its_own_timeout(fault, tmp_path, monkeypatch):
+    """DDP sends gradients before GFT.step comes to its votes; gft's patience plays no part there."""
+    monkeypatch.setenv("GFT_RANK_SECONDS", "600")
+    said = what_the_other_says(tmp_path, fault, ddp=True)
+    assert said["kind"] in ("RuntimeError", "DistBackendError")
+    assert said["step"] == 2
     assert said["seconds"] < PATIENCE + 2
 
 

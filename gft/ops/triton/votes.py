@@ -12,6 +12,7 @@ from torch import Tensor
 from gft.errors import UsageError
 from gft.ops import checks
 from gft.ops.activations import MeanSquare, take_mean
+from gft.ops.products import EXACT_IN_INT32
 from gft.ops.triton.activations import mean_of_runs
 from gft.ops.triton.grids import MOST
 from gft.ops.triton.launch import Launcher
@@ -256,7 +257,7 @@ def _sequence_votes_kernel(grad_output, x, votes, rows, columns, tokens, pieces_
 def sequence_votes(grad_output: Tensor, x: Tensor, sequence: int) -> Tensor:
     """Sum one vote a sequence (products.sequence_votes); the votes of a single sequence are never written to memory."""
     checks.check_pair(grad_output, x)
-    if not checks.are_int8(grad_output, x) or not grad_output.numel() or not x.numel():
+    if not checks.are_int8(grad_output, x) or not grad_output.numel() or not x.numel() or sequence > EXACT_IN_INT32:
         return NotImplemented
     if sequence < 1 or x.shape[0] % sequence:
         raise UsageError(f"{x.shape[0]} tokens are not sequences of {sequence}")
