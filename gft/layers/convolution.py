@@ -29,6 +29,8 @@ class QuantConvolution(QuantLayer):
     float_type: ClassVar[type[Any]]  # the layer of torch that it stands for
     dims: ClassVar[int]  # along how many dimensions the kernel moves
 
+    _last_window: tuple[tuple[int, ...], ops.Window] | None = None  # sizes of x, and how the kernel moved over it
+
     # Patches repeat each input kernel-size times; this many elements of them at once bound the scratch.
     UNFOLDED_AT_ONCE = 1 << 27
     GROUPS_TOGETHER = 8  # so many groups or more (depthwise) are one batched product, fewer a product each
@@ -110,6 +112,11 @@ class QuantConvolution(QuantLayer):
     def _window(self, x_shape: torch.Size) -> ops.Window:
         """How the kernel moves over what patches are taken of: x, or grad_output of a transposed convolution."""
         of_x = tuple(x_shape[-self.dims :])
+        if self._last_window is None or self._last_window[0] != of_x:
+            self._last_window = of_x, self._window_over(of_x)
+        return self._last_window[1]
+
+    def _window_over(self, of_x: tuple[int, ...]) -> ops.Window:
         of_y = tuple(self._positions_out(of_x))
         sizes, positions = (of_y, of_x) if self.transposed else (of_x, of_y)
         return ops.Window(sizes, positions, tuple(self.kernel_size), tuple(self.stride), tuple(self.padding),

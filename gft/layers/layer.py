@@ -86,7 +86,7 @@ class QuantLayer(nn.Module):
         self.votes, self.number = None, number
         self._anchor = torch.empty(0, device=self.qweight.device, dtype=dtype, requires_grad=True)
         self._read_scale: tuple[Tensor, float, float] | None = None
-        self._last_read: dict[bool, tuple[ops.StoredWeight, Tensor, float]] = {}  # by whether it was turned
+        self._last_read: dict[Any, tuple[ops.StoredWeight, Tensor, float]] = {}  # by whether it was turned, and places
         self._warned = False
         self._handle = handle_of(self)
         register(self)
@@ -389,16 +389,16 @@ class QuantLayer(nn.Module):
         which 8-bit numbers want side by side."""
         eight, scale = self.eight_bits, self.scale
         turned = of_grad and eight is not None
-        last = self._last_read.get(turned)
+        last = self._last_read.get((turned, places))
         if last is not None:
             weight, its_scale, version = last
             if (its_scale is scale and version == scale_version(scale) and weight.stored is stored
                     and weight.storage is self.storage and (eight is not None or weight.scaling.log_gain is log_gain)
-                    and weight.dtype is (eight or like.dtype) and weight.places == places):
+                    and weight.dtype is (eight or like.dtype)):
                 return weight
         weight = ops.StoredWeight(stored, self.storage, self.columns, eight or like.dtype,
                                   ops.PLAIN if eight else self.scaling(log_gain), places, turned)
-        self._last_read[turned] = weight, scale, scale_version(scale)
+        self._last_read[turned, places] = weight, scale, scale_version(scale)
         return weight
 
     def multiplied(self, x: Tensor, weight: Tensor, log_gain: Tensor | None) -> Tensor:

@@ -56,6 +56,8 @@ class Window(NamedTuple):
         aligned = ALIGNED // math.gcd(ALIGNED, seen, positions)
         at_once = -(-count // max(parts, 1))
         at_once = -(-at_once // aligned) * aligned if at_once >= aligned else max(at_once, 1)
+        if at_once >= count:
+            return iter(((images, single),) if count else ())
         return zip(images.split(at_once * seen), single.split(at_once * positions), strict=True)
 
 

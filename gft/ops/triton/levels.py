@@ -73,13 +73,13 @@ def _levels_kernel(stored, levels, by_group, log_gain, number, root, rows, colum
 
 
 @triton.jit
-def _placed_levels_kernel(stored, levels, by_group, log_gain, number, root, rows, columns, bytes_a_row, groups, group,
-                          GROUPS: tl.constexpr, GAIN: tl.constexpr, PACKED: tl.constexpr, WIDTH: tl.constexpr,
-                          LARGEST: tl.constexpr, MEMORY_BITS: tl.constexpr, SPARE_BITS: tl.constexpr, INERTIA: tl.constexpr,
-                          PLACES: tl.constexpr, UP_TO: tl.constexpr, CHANNELS: tl.constexpr):
-    """(channels, places) of a row -> (places, channels): reads what lies together, turns it round, writes likewise."""
-    row, channels = tl.program_id(0).to(tl.int64), columns // PLACES
-    channel, place = spread_block() * CHANNELS + tl.arange(0, CHANNELS), tl.arange(0, UP_TO)
+def read_placed_block(row, block, stored, levels, by_group, log_gain, number, root, columns, bytes_a_row, groups, group,
+                      GROUPS: tl.constexpr, GAIN: tl.constexpr, PACKED: tl.constexpr, WIDTH: tl.constexpr,
+                      LARGEST: tl.constexpr, MEMORY_BITS: tl.constexpr, SPARE_BITS: tl.constexpr, PLACES: tl.constexpr,
+                      UP_TO: tl.constexpr, CHANNELS: tl.constexpr):
+    """Some (channels, places) of a row -> (places, channels): reads what lies together, turns it round, writes likewise."""
+    row, channels = row.to(tl.int64), columns // PLACES
+    channel, place = block * CHANNELS + tl.arange(0, CHANNELS), tl.arange(0, UP_TO)
     live = (channel < channels)[:, None] & (place < PLACES)[None, :]
     column = channel[:, None] * PLACES + place[None, :]
     source = stored + row * bytes_a_row
@@ -99,6 +99,16 @@ def _placed_levels_kernel(stored, levels, by_group, log_gain, number, root, rows
     tl.store(target, tl.trans(value), mask=tl.trans(live))
 
 
+@triton.jit
+def _placed_levels_kernel(stored, levels, by_group, log_gain, number, root, rows, columns, bytes_a_row, groups, group,
+                          GROUPS: tl.constexpr, GAIN: tl.constexpr, PACKED: tl.constexpr, WIDTH: tl.constexpr,
+                          LARGEST: tl.constexpr, MEMORY_BITS: tl.constexpr, SPARE_BITS: tl.constexpr, INERTIA: tl.constexpr,
+                          PLACES: tl.constexpr, UP_TO: tl.constexpr, CHANNELS: tl.constexpr):
+    read_placed_block(tl.program_id(0), spread_block(), stored, levels, by_group, log_gain, number, root, columns,
+                      bytes_a_row, groups, group, GROUPS, GAIN, PACKED, WIDTH, LARGEST, MEMORY_BITS, SPARE_BITS, PLACES,
+                      UP_TO, CHANNELS)
+
+
 _launch_levels, _launch_placed = Launcher(_levels_kernel), Launcher(_placed_levels_kernel)
 
 
@@ -109,6 +119,11 @@ class Reading(NamedTuple):
     sizes: tuple[int, int, int, int, int]  # rows, columns, bytes a row, groups, columns a group
     shape: tuple[int, int]  # of what is read out
     constants: dict[str, Any]
+
+    @property
+    def blocks_across(self) -> int:
+        """Programs for the same rows."""
+        return self.grid[1] * self.grid[2]
 
 
 _readings: dict[Hashable, Reading] = {}

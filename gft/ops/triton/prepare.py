@@ -16,7 +16,7 @@ from gft.ops.triton import activations, levels
 from gft.ops.triton.activations import MOST_REGISTERS, WARPS, quantize_block
 from gft.ops.triton.grids import MOST
 from gft.ops.triton.launch import ALIGNED, Found, Launcher
-from gft.ops.triton.levels import read_block
+from gft.ops.triton.levels import read_block, read_placed_block
 from gft.ops.triton.noise import KEY, width
 from gft.philox import NoiseKey
 
@@ -42,12 +42,36 @@ def _both_kernel(values, factors, out, squares, not_finite, tokens, features, la
                    BYTES, TURN)
 
 
-_launch_both = Launcher(_both_kernel)
+@triton.jit(do_not_specialize=[*KEY, "chunks"])
+def _both_placed_kernel(values, factors, out, squares, not_finite, tokens, features, largest_square, seed, step,
+                        noise_stream, call, stored, weight, by_group, log_gain, number, root, rows, columns, bytes_a_row,
+                        groups, group, chunks, blocks_across,
+                        SIGN: tl.constexpr, COUNT: tl.constexpr, ALIGNED: tl.constexpr, BY_EIGHTS: tl.constexpr,
+                        TOP: tl.constexpr, LANES: tl.constexpr, RUN: tl.constexpr, FEATURES: tl.constexpr,
+                        GROUPS: tl.constexpr, GAIN: tl.constexpr, PACKED: tl.constexpr, WIDTH: tl.constexpr,
+                        LARGEST: tl.constexpr, MEMORY_BITS: tl.constexpr, SPARE_BITS: tl.constexpr, INERTIA: tl.constexpr,
+                        PLACES: tl.constexpr, UP_TO: tl.constexpr, CHANNELS: tl.constexpr):
+    """The same for a weight that is read out in the order of channels_last images."""
+    chunk = tl.program_id(1)
+    if chunk < chunks:
+        quantize_block(tl.program_id(0), chunk, values, factors, out, squares, not_finite, tokens, features, largest_square,
+                       seed, step, noise_stream, call, SIGN, COUNT, ALIGNED, BY_EIGHTS, TOP, LANES, RUN, FEATURES)
+    else:
+        program = (chunk - chunks) * tl.num_programs(0) + tl.program_id(0)
+        row = program // blocks_across
+        if row < rows:
+            read_placed_block(row, program % blocks_across, stored, weight, by_group, log_gain, number, root, columns,
+                              bytes_a_row, groups, group, GROUPS, GAIN, PACKED, WIDTH, LARGEST, MEMORY_BITS, SPARE_BITS,
+                              PLACES, UP_TO, CHANNELS)
+
+
+_launch_both, _launch_both_placed = Launcher(_both_kernel), Launcher(_both_placed_kernel)
 
 
 class _Both(NamedTuple):
     """How one kind of weight and values is prepared."""
 
+    launch: Launcher
     rounding: activations.Rounding
     reading: levels.Reading
     grid: tuple[int, int, int]
@@ -70,7 +94,7 @@ def read_and_quantize(weight: StoredWeight, values: Tensor, factors: Tensor | No
     read, more = levels.room_for(weight.stored, weight.dtype, both.reading, weight.scaling)
     aligned = not values.data_ptr() & ALIGNED
     constants = both.constants if aligned else {**both.constants, "ALIGNED": False}
-    _launch_both((kind, aligned, width(key)), both.grid, (*arguments, *more, *both.last), constants, num_warps=WARPS,
+    both.launch((kind, aligned, width(key)), both.grid, (*arguments, *more, *both.last), constants, num_warps=WARPS,
                  maxnreg=MOST_REGISTERS)
     return read, quantized
 
@@ -81,7 +105,7 @@ class _Preparer:
 
     def __init__(self, both: _Both, kind: Any, weight: StoredWeight, values: Tensor, factors: Tensor,
                  not_finite: Tensor | None, largest: int) -> None:
-        self.kind, self.general = kind, (weight, factors, largest, not_finite)
+        self.kind, self.launch, self.general = kind, both.launch, (weight, factors, largest, not_finite)
         self.shape, self.dtype, self.device = values.shape, values.dtype, values.device
         (tokens, features), runs = values.shape, both.rounding.runs
         self.q, self.squares = ((tokens, features), (1, tokens)), (runs, features)
@@ -104,7 +128,7 @@ class _Preparer:
                 or not values.is_contiguous() or not isinstance(key.step, Tensor) or key.first
                 or torch.cuda.current_device() != self.device.index):
             result = prepare.read_and_quantize(weight, values, factors, largest, key, not_finite)
-            self.found = _launch_both.found((self.kind, True, widths), self.device)
+            self.found = self.launch.found((self.kind, True, widths), self.device)
             self.widths = None if self.found is None else widths
             return result
         assert self.found is not None
@@ -133,16 +157,16 @@ def preparer(weight: StoredWeight, values: Tensor, factors: Tensor | None, large
 
 def _both_of(kind: Any, weight: StoredWeight, values: Tensor, factors: Tensor | None, largest: int,
              not_finite: Tensor | None) -> _Both | None:
-    """How they are prepared together; None where one of them is left to its definition, is too long for it, or is read in
-    another order."""
+    """How they are prepared together; None where one of them is left to its definition, or is too long for it."""
     reading = levels.reading_of(kind[0], weight)
     rounding = activations.rounding_of(kind[1], values, factors, largest, not_finite)
     both = None
-    if reading is not None and rounding is not None and weight.stored.numel() and weight.places == 1:
-        across = triton.cdiv(reading.sizes[2], reading.constants["BYTES"])
+    if reading is not None and rounding is not None and weight.stored.numel():
+        across = reading.blocks_across
         more = triton.cdiv(reading.grid[0] * across, rounding.grid[0])
         if rounding.grid[2] == 1 and rounding.runs + more <= MOST:
-            both = _Both(rounding, reading, (rounding.grid[0], rounding.runs + more, 1), (rounding.runs, across),
+            both = _Both(_launch_both if weight.places == 1 else _launch_both_placed, rounding, reading,
+                         (rounding.grid[0], rounding.runs + more, 1), (rounding.runs, across),
                          {**rounding.constants, **reading.constants})
     _both[kind] = both
     return both

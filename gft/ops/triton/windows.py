@@ -5,7 +5,9 @@ whether or not a shifted row begins where a wider load could.
 """
 
 import math
+from collections.abc import Hashable
 from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -116,23 +118,52 @@ def _check(images: Tensor, window: Window) -> int:
     return images.shape[0] // seen
 
 
+class _Patches(NamedTuple):
+    """How patches of one kind of images are made."""
+
+    columns: int
+    positions: int
+    stride: int  # from a column's patches to the next one's
+    key: Hashable
+    grid: tuple[int, int, int]
+    numbers: tuple[int, ...]
+    constants: dict[str, Any]
+
+
+_plans: dict[Hashable, _Patches | None] = {}
+
+
 def patches(images: Tensor, window: Window) -> Tensor:
     """Unfold images (windows.patches); the positions of a patch's element lie side by side, as tensor cores want them."""
+    checks.check_matrix("the images", images)
+    by_channel = features_first(images)
+    channel_stride, in_words = by_channel.stride(0), by_channel.data_ptr() % 4 == 0
+    kind = images.shape, images.dtype, window, channel_stride, in_words
+    plan = _plans[kind] if kind in _plans else _plan_of(kind, images, window, channel_stride, in_words)
+    if plan is None:
+        return NotImplemented
+    out = torch.empty(plan.columns, plan.stride, dtype=torch.int8, device=images.device)
+    _launch_patches(plan.key, plan.grid, (by_channel, out, *plan.numbers), plan.constants, num_warps=WARPS)
+    return out[:, : plan.positions].t()
+
+
+def _plan_of(kind: Hashable, images: Tensor, window: Window, channel_stride: int, in_words: bool) -> _Patches | None:
+    """How such images are unfolded, once they have been checked; None for what is left to the definition."""
     count = _check(images, window)
     positions, columns = count * math.prod(window.positions), images.shape[1] * window.places
-    if not checks.are_int8(images) or not positions or not columns or max(positions, len(images)) >= MOST_POSITIONS:
-        return NotImplemented
-    window, by_channel = window.in_three_dimensions(), features_first(images)
-    stride = triton.cdiv(positions, ALIGNED) * ALIGNED  # so that each begins where a wide load can
-    out = torch.empty(columns, stride, dtype=torch.int8, device=images.device)
-    words = window.stride[2] == 1 and all(number % 4 == 0 for number in (
-        window.sizes[2], window.positions[2], by_channel.stride(0), by_channel.data_ptr()))
-    numbers, of_window = _arguments(window)
-    constants = {"KERNEL_W": of_window["KERNEL_W"], "WORDS": words, "VOLUME": of_window["VOLUME"], "BLOCK": BLOCK}
-    _launch_patches((*constants.values(), _wide(positions, stride, by_channel.stride(0))),
-                    (by_channel.shape[0], *spread(triton.cdiv(stride // (4 if words else 1), BLOCK))),
-                    (by_channel, out, by_channel.stride(0), stride, positions, *numbers), constants, num_warps=WARPS)
-    return out[:, :positions].t()
+    plan = None
+    if checks.are_int8(images) and positions and columns and max(positions, len(images)) < MOST_POSITIONS:
+        window = window.in_three_dimensions()
+        stride = triton.cdiv(positions, ALIGNED) * ALIGNED  # so that each begins where a wide load can
+        words = in_words and window.stride[2] == 1 and all(
+            number % 4 == 0 for number in (window.sizes[2], window.positions[2], channel_stride))
+        numbers, of_window = _arguments(window)
+        constants = {"KERNEL_W": of_window["KERNEL_W"], "WORDS": words, "VOLUME": of_window["VOLUME"], "BLOCK": BLOCK}
+        plan = _Patches(columns, positions, stride, (*constants.values(), _wide(positions, stride, channel_stride)),
+                        (images.shape[1], *spread(triton.cdiv(stride // (4 if words else 1), BLOCK))),
+                        (channel_stride, stride, positions, *numbers), constants)
+    _plans[kind] = plan
+    return plan
 
 
 def _wide(*numbers: int) -> tuple[bool, ...]:
