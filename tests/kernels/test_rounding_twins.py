@@ -295,9 +295,9 @@ def aligned(votes: torch.Tensor) -> torch.Tensor:
 
 
 def test_what_is_made_of_votes_in_a_step_is_not_in_the_table():
-    votes = torch.zeros(2, 3, dtype=INT32)
-    places = Places([votes, votes.clone()])
-    assert places.part_for([votes.clone()]) is None
+    votes, others, made = (torch.zeros(2, 3, dtype=INT32) for _ in range(3))  # all there at once, at places of their own
+    places = Places([votes, others])
+    assert places.part_for([made]) is None
     assert places.part_for([votes]) is not None
     assert not places.whole
 
