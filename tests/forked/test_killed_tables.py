@@ -31,6 +31,15 @@ def test_the_runs_of_a_killed_table_save_and_stop(tmp_path, monkeypatch):
         wait_until(lambda run=run: is_free(run))
 
 
+@pytest.fixture
+def _heard():
+    """Signals are not ignored, as a shell lets what it runs in the background ignore them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_heard")
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_signal_while_a_worker_starts_stops_the_table_and_leaves_no_worker(name, tmp_path, monkeypatch):
     """A Ctrl-C was lost there, and a worker that no list had yet was waited for until it was done."""
