@@ -58,8 +58,9 @@ def quantize_(model: nn.Module, bits: int = 4, filter_fn: FilterFn | None = None
     scales: "tensor": one float a weight matrix, by which its levels are multiplied; "row": one for each of its rows; 64,
         128, …: one for so many weights of a row.
     compute: in which numbers linear layers multiply, forward and backward. None: x's float type, or autocast's. "bf16":
-        bfloat16, whatever x is. "int8", "fp8": x and grad_output rounded to 8 bits, token by token, which a GPU multiplies
-        twice as fast; convolutions stay as with None. Votes are the same. `layer.compute` changes it later.
+        bfloat16, whatever x is. "int8", "fp8": x and grad_output rounded to 8 bits, token by token, for
+        which a GPU's tensor cores have twice the rate; convolutions stay as with None. Votes are the same. `layer.compute`
+        changes it later.
     skip_tied: True leaves a weight float that two layers share, as a head does with an embedding; False refuses it.
     """
     check_model(model)

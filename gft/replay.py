@@ -63,20 +63,20 @@ class StepGraph:
         held = [one.votes for one in accumulators if one.votes is not None]
         recorded, places = self._graphs.pop(now, None), self._seen.pop(now, None)
         if recorded is None and places is None:
-            _keep(self._seen, now, places := Places(held))
+            places = Places(held)
             del held
             with told_by(places):  # the kernels that read the table are compiled here, which they cannot be in a recording
                 step()
-            if not places.whole:
-                del self._seen[now]
+            if places.whole:
+                _keep(self._seen, now, places)
             return
+        places = places if recorded is None else recorded.places
+        assert places is not None
+        places.write(held)
         if recorded is None:
-            assert places is not None
-            places.write(held)
             with told_by(places):
                 recorded = Recorded(self._record(step, groups[0]["params"][0].device), places)
             self._in_vain += 1
-        recorded.places.write(held)
         _keep(self._graphs, now, recorded)
         recorded.graph.replay()
         del held  # not before: recording has dropped the votes, and nobody may get their memory yet

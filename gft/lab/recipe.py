@@ -23,6 +23,7 @@ from gft.lab import baselines
 from gft.lab import data as datasets
 from gft.lab.models.dnn import ACTIVATIONS, NORMS
 from gft.lab.models.vit import POSITIONS
+from gft.layers import COMPUTE
 from gft.saved import is_number
 
 LAYERS = ("none", "hidden", "all", "mlp", "blocks")
@@ -139,7 +140,7 @@ class Integers:
     bop_threshold: float = baselines.THRESHOLD  # method bop: in rms of its momentum
 
     def __post_init__(self) -> None:
-        _choose(self, layers=LAYERS, compute=(None, "bf16", "int8", "fp8"))
+        _choose(self, layers=LAYERS, compute=COMPUTE)
         _choose(self, method=("gft", *baselines.METHODS), rule=("rounding", "topk"),
                 vote=("int8", "int4", "ternary", "sign"), vote_per=(None, "token", "sequence"),
                 second_moment=(None, "step", "running"), init=("keep", "paper", "variance"))

@@ -86,7 +86,7 @@ class QuantLayer(nn.Module):
         self.votes, self.number = None, number
         self._anchor = torch.empty(0, device=self.qweight.device, dtype=dtype, requires_grad=True)
         self._read_scale: tuple[Tensor, float, float] | None = None
-        self._last_read: dict[Any, tuple[ops.StoredWeight, Tensor, float]] = {}  # by whether it was turned, and places
+        self._last_read: dict[tuple[bool, int], tuple[ops.StoredWeight, Tensor, float]] = {}  # turned?, places
         self._warned = False
         self._handle = handle_of(self)
         register(self)

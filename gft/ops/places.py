@@ -7,6 +7,7 @@ the table is written before each replay.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -56,19 +57,20 @@ def _tell(table: Tensor, addresses: Sequence[int]) -> None:
     table.copy_(torch.tensor(addresses, device="cpu"), non_blocking=True)
 
 
-_in_use: list[Places] = []
+_IN_USE: ContextVar[Places | None] = ContextVar("in_use", default=None)  # each thread has its own
 
 
 @contextmanager
 def told_by(places: Places) -> Iterator[None]:
     """Give kernels the table, in this block."""
-    _in_use.append(places)
+    before = _IN_USE.set(places)
     try:
         yield
     finally:
-        _in_use.pop()
+        _IN_USE.reset(before)
 
 
 def table_for(votes: Sequence[Tensor]) -> Tensor | None:
     """The addresses of votes as a kernel is to be given them: a part of the table, (votes,) int64; None: as arguments."""
-    return _in_use[-1].part_for(votes) if _in_use else None
+    places = _IN_USE.get()
+    return None if places is None else places.part_for(votes)

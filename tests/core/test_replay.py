@@ -1,5 +1,6 @@
 """replay.py: a step of the optimizer that is replayed is the same step."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 
 import gft
 from gft import replay
-from gft.ops.places import table_for
+from gft.ops.places import Places, table_for, told_by
 
 
 class Loop:
@@ -111,6 +112,28 @@ def test_a_step_whose_votes_no_table_was_asked_for_is_not_recorded(monkeypatch):
     counted.step = lambda: None
     counted.take("here", "here", "here")
     assert counted.recorded == 0
+
+
+def test_a_step_that_fails_is_not_taken_for_one_that_was_seen(monkeypatch):
+    counted = Counted(monkeypatch)
+    take_step, counted.step = counted.step, lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        counted.take("here")
+    counted.step = take_step
+    counted.take("here")
+    assert (counted.taken, counted.recorded) == (1, 0)
+
+
+def test_each_thread_has_a_table_of_its_own():
+    """Two models in two threads: a step that is recorded in one is told nothing of the other's votes."""
+    votes = torch.zeros(1, 1, dtype=torch.int32)
+    found = []
+    with told_by(Places([votes])):
+        other = threading.Thread(target=lambda: found.append(table_for([votes])))
+        other.start(); other.join()
+        assert table_for([votes]) is not None
+    assert found == [None]
+    assert table_for([votes]) is None
 
 
 @pytest.fixture

@@ -68,14 +68,12 @@ def pick(one_a_layer, layer):
     return picked
 
 
-def votes_argument(votes: Sequence[Tensor]) -> tuple[Any, dict[str, bool], int]:
-    """Votes as a kernel takes them, by their addresses or by a table of these; the constants that say which; and how many
-    addresses there are."""
+def votes_argument(votes: Sequence[Tensor]) -> tuple[Any, dict[str, bool]]:
+    """Votes as a kernel takes them, by their addresses or by a table of these, and the constants that say which."""
     table = table_for(votes)
     if table is None:
-        all_of_them = padded(votes)
-        return all_of_them, {"TABLE": False, "WIDE": False}, len(all_of_them)
-    return table, {"TABLE": True, "WIDE": votes[0].dtype is torch.int64}, 0
+        return padded(votes), {"TABLE": False, "WIDE": False}
+    return table, {"TABLE": True, "WIDE": votes[0].dtype is torch.int64}
 
 
 @triton.jit

@@ -121,10 +121,10 @@ def _square(votes: Sequence[Tensor],  # of one shape and type, contiguous
     times = len(votes) * first.numel() // (PROGRAMS * at_once[0] * at_once[1])
     times = 1 << min(max(times, 1), MOST_TIMES).bit_length() - 1
     grid = triton.cdiv(rows, at_once[0] * times) * triton.cdiv(columns, at_once[1]), len(votes), 1
-    early, (layers, kind, count) = overlaps(first), votes_argument(votes)
+    early, (layers, kind) = overlaps(first), votes_argument(votes)
     constants = {"SHIFTED": shift > 0 or first.dtype is torch.int64, "WARPS": SQUARES_WARPS, "ROWS": SQUARES_ROWS,
                  "WIDTH": SQUARES_WIDTH, "TIMES": times, "OVERLAPS": early, **kind}
-    _launch_squares((count, rows, columns, first.dtype, *constants.values()), grid,
+    _launch_squares((len(layers), rows, columns, first.dtype, *constants.values()), grid,
                     (layers, sums, stride_of(rows, columns), rows, columns, shift), constants, num_warps=SQUARES_WARPS,
                     **launched_early(early))
     return early

@@ -200,7 +200,7 @@ def _move(batch: Batch,
     # Blocks of rows and of columns in one number: a grid's second may not exceed 65,535.
     grid = triton.cdiv(rows, rows_at_once) * triton.cdiv(columns, eighths * 8), len(batch.stored), 1
     numbers, kind = _plan_arguments(plan, flips)
-    votes, their_kind, _ = votes_argument(batch.votes)
+    votes, their_kind = votes_argument(batch.votes)
     constants = {**kind, **constants_of(batch.storage), "BY_EIGHTS": in_words, "EVEN": even, "ROWS": rows_at_once,
                  "EIGHTHS": eighths, "OVERLAPS": early, **their_kind}
     _launch_move((len(streams), rows, columns, batch.votes[0].dtype, stride, isinstance(numbers[2], Tensor), width(key),
