@@ -71,7 +71,7 @@ class QuantLinear(QuantLayer):
             return super().stored_product(x, log_gain)
         self.check_input(x)
         rows, scale = x.reshape(-1, self.columns), None
-        if self.eight_bits is not None:  # the same numbers; they take as long as reading the weight does, in any type
+        if self.eight_bits is not None:  # rounded likewise; they take as long as reading the weight does, in any type
             rows, scale = ops.round_tokens(rows, self.eight_bits)
             rows = rows.to(torch.bfloat16 if x.dtype is torch.bfloat16 else torch.float32)
         y = ops.linear(rows, self.qweight.detach(), self.storage, self.scaling(log_gain))
