@@ -65,7 +65,7 @@ def build_model(recipe: Recipe, data: DataSet) -> nn.Module:
     scales = int(integers.scales) if integers.scales.isdecimal() else integers.scales
     # The paper's networks have neither biases nor gains. A Llama has no biases to leave out, and is as a user quantizes it.
     return gft.quantize_(model, integers.bits, chosen_layers(recipe), memory=integers.memory, init=integers.init,
-                         bias=recipe.model.name == "llama", scales=scales, compute=integers.compute)
+                         bias=recipe.model.name == "llama", gain=integers.gain, scales=scales, compute=integers.compute)
 
 
 # ---------------------------------------------------------------------------------------------------- how it learns

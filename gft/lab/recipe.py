@@ -123,6 +123,7 @@ class Integers:
     memory: bool = True  # False: packed, nothing but the levels is kept
     init: str = "keep"
     scales: str = "tensor"  # or row, or how many weights of a row share a scale
+    gain: bool | None = None  # a number for each layer that AdamW learns; None: as gft.quantize_ gives them
     compute: str | None = None  # in which numbers linear layers multiply: bf16, int8 or fp8; None: as the others
     method: str = "gft"  # or another one (baselines.py), whose lr has a meaning of its own
     lr: float = 0.1
@@ -155,10 +156,12 @@ class Integers:
                              "scale, as 64")
         if self.layers != "none" and self.method == "gft":
             self._refuse_unused()
-        elif self.scales != "tensor" or self.compute is not None:
-            key, other = ("compute", "none") if self.scales == "tensor" else ("scales", "tensor")
-            raise UsageError(f"integers.{key}={getattr(self, key)} would not be used: it needs method=gft and integer "
-                             f"layers; give {key}={other}")
+        else:
+            for key, unused in (("scales", "tensor"), ("compute", None), ("gain", None)):
+                value = getattr(self, key)
+                if value != unused:
+                    raise UsageError(f"integers.{key}={str(value).lower()} would not be used: it needs method=gft and "
+                                     f"integer layers; give {key}={str(unused).lower()}")
 
     def _refuse_unused(self) -> None:
         rounding, packed = self.rule == "rounding", not self.memory

@@ -98,7 +98,7 @@ def test_settings_that_would_not_be_used_are_refused(settings, unused, refuses):
     recipes.find("mnist-dnn-fp").changed(settings)  # where there are no integers nothing is asked of them
 
 
-@pytest.mark.parametrize("setting", ["scales=row", "compute=fp8"])
+@pytest.mark.parametrize("setting", ["scales=row", "compute=fp8", "gain=true"])
 def test_settings_of_integers_are_refused_where_there_are_none(setting, refuses):
     with refuses(UsageError, f"integers.{setting} would not be used: it needs method=gft and integer layers"):
         recipes.find("mnist-dnn-fp").changed([setting])
