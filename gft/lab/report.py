@@ -158,7 +158,9 @@ def _settings(row: Row) -> str:
     floats = f"{row['dense_lr']:g}, {row['weight_decay']:g}"
     if row["integers_lr"] is not None:
         return f"{row['integers_lr']:g}; {floats}"
-    return floats if row["tuned"] else f"{floats} (not tuned)"
+    if row["tuned_for"] == row["steps"]:
+        return floats
+    return f"{floats} (not tuned)" if row["tuned_for"] is None else f"{floats} (tuned for {row['tuned_for']} steps)"
 
 
 CONVOLUTION_COLUMNS: dict[str, Callable[[Row], str]] = {
@@ -168,6 +170,7 @@ CONVOLUTION_COLUMNS: dict[str, Callable[[Row], str]] = {
     "to the better float": or_dash("{:+.2f}".format, "test_gap"),
     "val, %": _value,
     "n": COLUMNS["n"],
+    "steps": lambda row: str(row["steps"]),
     "lr; floats' lr, decay": _settings,
     "B a weight, training": lambda row: f"{row['training_bytes_per_weight']:.3g}",
     "without votes or gradients": lambda row: f"{row['state_bytes_per_weight']:.3g}",

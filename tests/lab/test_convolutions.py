@@ -122,7 +122,7 @@ def test_tunings_choice_is_applied_and_the_gap_is_to_the_better_float(tmp_path, 
     # AdamW's choice trains the floats of integer rows, and serves the same images for other epochs.
     assert [row["dense_lr"] for row in rows] == [0.02, best["sgd"]["settings"]["dense.lr"], 0.02, 0.02, 0.02]
     assert [row["integers_lr"] for row in rows] == [None, None, 0.1, 0.1, None]
-    assert [row["tuned"] for row in rows] == [True, True, False, False, True]
+    assert [row["tuned_for"] for row in rows] == [24, 24, None, None, 24]
     assert all(row["test"] is not None and row["test"] != row["mean"] for row in rows)
     better = max(rows[0]["test"], rows[1]["test"])
     assert [row["test_gap"] for row in rows[:4]] == [row["test"] - better for row in rows[:4]]
@@ -130,8 +130,13 @@ def test_tunings_choice_is_applied_and_the_gap_is_to_the_better_float(tmp_path, 
     assert "| 0.1; 0.02, 0.02 |" in page
     assert "read once" in page
     assert "not tuned" not in page
+    report["chosen"]["sgd"]["mnist-10ep"]["steps"] = 12  # a shorter trial than the row it serves
+    (out / "tuned.json").write_text(json.dumps(report))
+    tables.write_table(out)
+    assert (out / "table.md").read_text().count(" (tuned for 12 steps) |") == 1
     (out / "tuned.json").unlink()
-    assert [row["tuned"] for row in tables.write_table(out)] == [False] * 5  # nothing says that they are
+    assert {row["tuned_for"] for row in tables.write_table(out)} == {None}
+    assert (out / "table.md").read_text().count(" (not tuned) |") == 3
     with refuses(UsageError, "no row 'muon' of size '64px-10ep'"):
         CONVOLUTIONS.trials("64px-10ep", "muon", {"lr": ("1",)})
     with refuses(UsageError, "nothing of depth is tuned"):

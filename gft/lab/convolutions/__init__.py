@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gft.errors import UsageError
-from gft.lab.recipe import Data, Dense, Integers, Model, Recipe, Schedule
+from gft.lab.recipe import Data, Dense, Integers, Model, Recipe, Schedule, dotted
 from gft.lab.records import read_json
 
 TABLE = "convolutions"
@@ -115,19 +115,19 @@ def chosen_for(size: str, row: str, chosen: Mapping[str, Mapping[str, Any]]) -> 
     """Settings of a row: AdamW's where it trains the floats, then the row's own choice, if it has one."""
     settings: dict[str, float] = {}
     for name in dict.fromkeys(("adamw", row) if ROWS[row].dense.optimizer == "adamw" else (row,)):
-        settings |= _at(size, chosen.get(name, {}))
+        settings |= _at(size, chosen.get(name, {})).get("settings", {})
     return settings
 
 
-def _at(size: str, by_size: Mapping[str, Any]) -> dict[str, float]:
+def _at(size: str, by_size: Mapping[str, Any]) -> Mapping[str, Any]:
     """What was chosen at that size, or for the same network and images in another number of epochs."""
     task = size.partition("-")[0]
     alike = [size, *(other for other in SIZES if other.partition("-")[0] == task)]
-    return dict(next((by_size[one]["settings"] for one in alike if one in by_size), {}))
+    return next((by_size[one] for one in alike if one in by_size), {})
 
 
-def is_tuned(config: Mapping[str, Any], size: str, row: str, chosen: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Was a run of floats made with what was chosen for them?"""
-    settings = chosen_for(size, row, chosen)
-    parts = {key: key.partition(".")[::2] for key in settings}
-    return bool(settings) and all(config[part][field] == settings[key] for key, (part, field) in parts.items())
+def tuned_for(config: Mapping[str, Any], size: str, row: str, chosen: Mapping[str, Mapping[str, Any]]) -> int | None:
+    """For how many steps the settings of a run of floats were tuned; None: it was not made with what was chosen."""
+    best, flat = _at(size, chosen.get(row, {})), dotted(config)
+    made_with = best and all(flat[key] == value for key, value in best["settings"].items())
+    return best["steps"] if made_with else None

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gft.lab import figures
-from gft.lab.convolutions import FLOATS, SIZES, is_tuned, place_of, read_chosen
+from gft.lab.convolutions import FLOATS, SIZES, place_of, read_chosen, tuned_for
 
 Row = Mapping[str, Any]
 Line = Mapping[str, Any]
@@ -30,7 +30,7 @@ def convolution_rows(rows: Sequence[Row], lines: Sequence[Line], out: Path) -> l
             **row, "size": size, "kind": kind, "dense_lr": config["dense"]["lr"],
             "weight_decay": config["dense"]["weight_decay"],
             "integers_lr": None if kind in FLOATS else config["integers"]["lr"],
-            "tuned": kind in FLOATS and is_tuned(config, size, kind, chosen),
+            "tuned_for": tuned_for(config, size, kind, chosen) if kind in FLOATS else None,
             "test": statistics.fmean(values) if values else None,
             "test_std": statistics.stdev(values) if len(values) > 1 else 0.0,
             "test_gap": None if best is None or not values else statistics.fmean(values) - best,
