@@ -149,7 +149,7 @@ def export_command(source: Annotated[str, typer.Argument(metavar="DIR_OR_MODEL",
 def reproduce(names: Annotated[list[str], typer.Argument(metavar="TABLE",
                                                          help=" | ".join([*tables.TITLES, "samples", "all"]))],
               seeds: Annotated[int | None, typer.Option(min=1, help="Runs a row; 5 if not given, of wiki-ladder 3 up to 30M "
-                                                        "and 1 beyond.")] = None,
+                                                        "and 1 beyond, of convolutions 2.")] = None,
               rows: Annotated[list[str], typer.Option(help="Only recipes whose name is or contains this; "
                                                         "repeatable.")] = [],  # noqa: B006
               paper: Annotated[bool, typer.Option("--paper", help="By the paper's own algorithm (gft.PAPER).")] = False,
@@ -159,8 +159,8 @@ def reproduce(names: Annotated[list[str], typer.Argument(metavar="TABLE",
               device: Device = "auto", settings: Settings = []) -> None:  # noqa: B006
     """Reproduce tables of the paper, with several seeds.
 
-    A table that was stopped continues where it was. wiki-ladder compares methods by size on real text (gft tune chooses
-    their settings first).
+    A table that was stopped continues where it was. wiki-ladder compares methods by size on real text, convolutions integers
+    and tuned floats on images: gft tune chooses their settings first, and all leaves them out.
     """
     if paper and packed:
         raise UsageError("--paper and --packed are two variants of a table; ask for one at a time")

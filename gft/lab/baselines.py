@@ -430,7 +430,7 @@ def training_bytes(model: nn.Module, optimizer: Optimizer, gradients: bool = Tru
     if not gradients:
         votes = [{key: value for key, value in one.items() if key != "votes"} for one in votes]
     weights = [layer.qweight for layer in quantized_layers(model).values()] + [layer.weight for layer in grid_layers(model)]
-    blocks = [weight for name, weight in model.named_parameters() if name.startswith("blocks.") and weight.dim() == 2]
+    blocks = [weight for name, weight in model.named_parameters() if name.startswith("blocks.") and weight.dim() > 1]
     weights = weights or blocks or gft.dense(model)
     held = [weights, votes, [optimizer.state.get(weight) for weight in weights]]
     if gradients:
@@ -445,7 +445,8 @@ def training_bytes_after_step(model: nn.Module, optimizer: Optimizer) -> tuple[f
     """`training_bytes` after a step, with and without gradients or votes. Gradients stay until zero_grad, but GFT's votes
     are spent: an empty sample through each of its layers has them cast again, to be measured and thrown away."""
     for layer in quantized_layers(model).values():
-        layer(torch.zeros(1, layer.inputs, device=layer.qweight.device)).sum().backward()
+        places = getattr(layer, "kernel_size", ())  # of a convolution
+        layer(torch.zeros(1, layer.inputs, *places, device=layer.qweight.device)).sum().backward()
     measured = training_bytes(model, optimizer), training_bytes(model, optimizer, gradients=False)
     optimizer.zero_grad()
     return measured

@@ -1,5 +1,6 @@
 """The parts of a run: the recipe's network with its layers on the grid, its optimizers, its schedule."""
 
+import math
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -10,13 +11,16 @@ import gft
 from gft.errors import UsageError
 from gft.lab import baselines
 from gft.lab import data as datasets
-from gft.lab.models import DNN, GPT, Llama, ViT
+from gft.lab.models import CNN, DNN, GPT, Llama, ViT
+from gft.lab.models.resnet import resnet_for
 from gft.lab.muon import Muon
-from gft.lab.recipe import Integers, Recipe
+from gft.lab.recipe import SEES_IMAGES, Integers, Recipe
 from gft.rules import Rule
 from gft.votes import Vote
 
 DataSet = datasets.Dataset | datasets.Text | datasets.Corpus
+OF_USERS = ("llama", "resnet", "cnn")  # networks that are quantized as a user does it
+MOMENTUM = 0.9  # SGD's
 
 
 # ---------------------------------------------------------------------------------------------------- the network
@@ -33,9 +37,13 @@ def build_float_model(recipe: Recipe, data: DataSet) -> nn.Module:
         return GPT(data.classes, data.context, model.width, model.depth, model.heads, model.dropout)
     if not isinstance(data, datasets.Dataset):
         raise UsageError(f"data={name} is text, which model={model.name} cannot read; choose model=gpt or llama")
+    if model.name in SEES_IMAGES and len(data.shape) != 3:
+        raise UsageError(f"model={model.name} sees images, but data={name} has none; choose mnist-images or imagenette")
+    if model.name == "resnet":
+        return resnet_for(data.shape, data.classes, model.width, model.depth)
+    if model.name == "cnn":
+        return CNN(data.shape, data.classes, model.width, model.depth)
     if model.name == "vit":
-        if len(data.shape) != 3:
-            raise UsageError(f"model=vit sees images, but data={name} has none; choose mnist-images or imagenette")
         vit = ViT(data.shape, data.classes, model.patch, model.width, model.depth, model.heads, model.dropout,
                   model.positions)
         vit.drop_patches(model.patch_dropout)
@@ -63,9 +71,9 @@ def build_model(recipe: Recipe, data: DataSet) -> nn.Module:
     if integers.method != "gft":
         return baselines.put_on_grid_(model, integers.bits, chosen_layers(recipe), integers.method)
     scales = int(integers.scales) if integers.scales.isdecimal() else integers.scales
-    # The paper's networks have neither biases nor gains. A Llama has no biases to leave out, and is as a user quantizes it.
+    # The paper's networks have neither biases nor gains. Others have no biases to leave out: as a user quantizes them.
     return gft.quantize_(model, integers.bits, chosen_layers(recipe), memory=integers.memory, init=integers.init,
-                         bias=recipe.model.name == "llama", gain=integers.gain, scales=scales, compute=integers.compute)
+                         bias=recipe.model.name in OF_USERS, gain=integers.gain, scales=scales, compute=integers.compute)
 
 
 # ---------------------------------------------------------------------------------------------------- how it learns
@@ -101,7 +109,7 @@ def groups_of(integers: Integers, model: nn.Module) -> list[dict[str, Any]]:
 
 
 def build_optimizer(recipe: Recipe, model: nn.Module, seed: int) -> gft.Hybrid:
-    """GFT, or another method, for the integers, and AdamW, or Muon and AdamW, for everything else."""
+    """GFT, or another method, for the integers, and AdamW, or Muon and AdamW, or SGD, for everything else."""
     integers, dense = recipe.integers, recipe.dense
     parts: list[torch.optim.Optimizer] = []
     if integers.layers != "none" and integers.method == "gft":
@@ -116,19 +124,24 @@ def build_optimizer(recipe: Recipe, model: nn.Module, seed: int) -> gft.Hybrid:
     if dense.optimizer == "muon":
         parts.append(Muon(list(matrices.values()), dense.lr * dense.blocks, dense.weight_decay))
         rest = [weight for weight in rest if id(weight) not in matrices]
-    if rest:
-        on_gpu = rest[0].is_cuda
-        parts.append(torch.optim.AdamW(groups_of_floats(recipe, rest, matrices.keys()), lr=dense.lr,
-                                       weight_decay=dense.weight_decay, betas=(0.9, dense.beta2), fused=on_gpu,
-                                       capturable=on_gpu))
+    on_gpu = bool(rest) and rest[0].is_cuda
+    groups = groups_of_floats(recipe, rest, matrices.keys())
+    if rest and dense.optimizer == "sgd":
+        # All that a step changes lies on the device, and fused it reads lr there; so it can be captured, which gft.Captured
+        # takes from "capturable". torch has no such setting for SGD.
+        parts.append(torch.optim.SGD([{**group, "capturable": True} for group in groups], lr=dense.lr, momentum=MOMENTUM,
+                                     nesterov=True, weight_decay=dense.weight_decay, fused=on_gpu))
+    elif rest:
+        parts.append(torch.optim.AdamW(groups, lr=dense.lr, weight_decay=dense.weight_decay, betas=(0.9, dense.beta2),
+                                       fused=on_gpu, capturable=on_gpu))
     return gft.Hybrid(*parts)
 
 
-def groups_of_floats(recipe: Recipe, parameters: list[nn.Parameter], blocks: Collection[int]) -> list[Any]:
+def groups_of_floats(recipe: Recipe, parameters: list[nn.Parameter], blocks: Collection[int]) -> list[dict[str, Any]]:
     """As language models are trained: the blocks' matrices (by id), at their share of lr, other matrices, and vectors, which
-    do not decay. The paper's networks learn and decay as a whole."""
+    do not decay. The paper's networks, and convolutional ones, learn and decay as a whole."""
     if recipe.model.name != "llama":
-        return list(parameters)
+        return [{"params": list(parameters)}]
     groups = [{"params": [one for one in parameters if id(one) in blocks], "lr": recipe.dense.lr * recipe.dense.blocks},
               {"params": [one for one in parameters if one.dim() > 1 and id(one) not in blocks]},
               {"params": [one for one in parameters if one.dim() < 2], "weight_decay": 0.0}]
@@ -136,12 +149,14 @@ def groups_of_floats(recipe: Recipe, parameters: list[nn.Parameter], blocks: Col
 
 
 def build_scheduler(recipe: Recipe, optimizer: gft.Hybrid) -> torch.optim.lr_scheduler.LambdaLR:
-    """Both rates rise linearly for `warmup` steps, then fall linearly to 0."""
+    """Both rates rise linearly for `warmup` steps, then fall to 0."""
     steps, warmup = recipe.schedule.steps, recipe.schedule.warmup
 
     def share(step: int) -> float:
         rising = (step + 1) / (warmup + 1)
         falling = (steps - step) / max(steps - warmup, 1)
+        if recipe.schedule.falls == "cosine":
+            falling = (1 - math.cos(math.pi * min(max(falling, 0.0), 1.0))) / 2
         return max(0.0, min(rising, falling, 1.0))
 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, share)

@@ -24,7 +24,7 @@ from gft.errors import UsageError
 from gft.files import write_text
 from gft.lab.bench import written
 from gft.lab.markdown import table
-from gft.lab.report import LADDER_COLUMNS
+from gft.lab.report import CONVOLUTION_COLUMNS, LADDER_COLUMNS
 from gft.lab.traffic import traffic_table
 
 Row = Mapping[str, Any]  # of a table.json: all runs of one recipe
@@ -311,18 +311,35 @@ def wiki_ladder(results: Path) -> str:
     if not file.exists():
         return "Not run yet: `gft tune`, then `gft reproduce wiki-ladder`, write it."
     rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
-    about = [f"n = {once(str(row['n']) for row in rows)}",
-             f"commit {once(row['commit'] for row in rows)}", once(row["device"] for row in rows),
-             f"torch {once(row['torch'] for row in rows)}", f"`{rows[0]['command']}`"]
     pictures = [f"![{what}](../results/wiki-ladder/{name}.png)" for name, what in (
         ("memory", "bits a byte against bytes a weight"), ("curves", "bits a byte against tokens"),
         ("gap", "gap to AdamW against size")) if (file.parent / f"{name}.png").exists()]
     lines = [[spaced(cell(row)) for cell in LADDER_COLUMNS.values()] for row in rows]
-    return "\n\n".join([*pictures, table(list(LADDER_COLUMNS), lines), ", ".join(about) + "."])
+    return "\n\n".join([*pictures, table(list(LADDER_COLUMNS), lines), about_table(rows)])
+
+
+def about_table(rows: Sequence[Row]) -> str:
+    """Where the rows of a table come from."""
+    return ", ".join([f"n = {once(str(row['n']) for row in rows)}",
+                      f"commit {once(row['commit'] for row in rows)}", once(row["device"] for row in rows),
+                      f"torch {once(row['torch'] for row in rows)}", f"`{rows[0]['command']}`"]) + "."
+
+
+def convolutions(results: Path) -> str:
+    """Convolutions beside tuned floats: a line a row, then the curves."""
+    file = results / "convolutions" / "table.json"
+    if not file.exists():
+        return "Not run yet: `gft tune convolutions`, then `gft reproduce convolutions`, write it."
+    rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    lines = [[spaced(cell(row)) for cell in CONVOLUTION_COLUMNS.values()] for row in rows]
+    picture = ["![accuracy on val against steps](../results/convolutions/curves.png)"]
+    drawn = picture if (file.parent / "curves.png").exists() else []
+    return "\n\n".join([table(list(CONVOLUTION_COLUMNS), lines), about_table(rows), *drawn])
 
 
 PAGES: dict[str, Callable[[Path], str]] = {
     "wiki-ladder": wiki_ladder,
+    "convolutions": convolutions,
     "headline": headline,
     "summary": summary,
     **{name: lambda results, name=name: paper_table(results, name) for name in TABLES},

@@ -3,7 +3,7 @@
     recipe.data        what is learnt, in which batches, and what of it is evaluated
     recipe.model       the network
     recipe.integers    which of its weights are integers, how they are stored, and how they learn
-    recipe.dense       how all other parameters learn: AdamW
+    recipe.dense       how all other parameters learn: AdamW, or another optimizer of floats
     recipe.schedule    for how many steps, and how the learning rates rise and fall
 
 `gft train NAME --set integers.lr=0.2 --set width=64` changes fields of a recipe (`Recipe.changed`).
@@ -27,6 +27,11 @@ from gft.layers import COMPUTE
 from gft.saved import is_number
 
 LAYERS = ("none", "hidden", "all", "mlp", "blocks")
+MODELS = ("dnn", "gpt", "llama", "vit", "resnet", "cnn")
+SEES_IMAGES = ("vit", "resnet", "cnn")
+TRANSFORMERS = ("gpt", "llama", "vit")
+WITHOUT_DROPOUT = ("llama", "resnet", "cnn")
+LENGTHS = ("tokens", "epochs")  # what --set takes for a number of steps
 WIDEST, DEEPEST = 2**16, 1000  # a network; more is a slip of the hand, or a config that means to fill the memory
 
 
@@ -62,7 +67,7 @@ class Data:
     batch: int = 256
     label_smoothing: float = 0.0
     eval_batch: int = 2000
-    eval_crop: float = 1.0  # vit: the middle of each image that is evaluated, as a share of its side; 1 is all of it
+    eval_crop: float = 1.0  # images: the middle of each image that is evaluated, as a share of its side; 1 is all of it
     context: int | None = None  # text: characters or tokens in a sample; None: the data set's own
     vocabulary: int | None = None  # a corpus: tokens that its text is cut into; None: the data set's own
     test: bool = False  # evaluate the test split when the run has ended: what a table reports, never to choose by
@@ -80,9 +85,9 @@ class Data:
 class Model:
     """The network, before any of its layers is quantized."""
 
-    name: str = "dnn"  # dnn, gpt, llama or vit
-    width: int = 4096
-    depth: int = 5
+    name: str = "dnn"  # one of MODELS
+    width: int = 4096  # resnet, cnn: channels of the first stage
+    depth: int = 5  # resnet: blocks a stage; cnn: convolutions
     heads: int = 8  # gpt, llama, vit
     patch: int = 4  # vit
     norm: str = "rms"  # dnn
@@ -97,14 +102,14 @@ class Model:
     kv_heads: int | None = None  # llama: heads of keys and values; None: as many as of queries
 
     def __post_init__(self) -> None:
-        _choose(self, name=("dnn", "gpt", "llama", "vit"), norm=NORMS, activation=tuple(ACTIVATIONS), positions=POSITIONS,
+        _choose(self, name=MODELS, norm=NORMS, activation=tuple(ACTIVATIONS), positions=POSITIONS,
                 precision=("fp32", "bf16"))
         _at_least(self, width=1, depth=1, heads=1, patch=1, kv_heads=1)
         if max(self.width, self.heads, self.patch) > WIDEST or self.depth > DEEPEST:
             raise UsageError(f"width={self.width}, depth={self.depth}, heads={self.heads}, patch={self.patch}: give at most "
                              f"{WIDEST}, and a depth of at most {DEEPEST}")
-        if self.name == "llama" and self.dropout:
-            raise UsageError(f"dropout={self.dropout} would not be used: a llama has none; leave it at 0")
+        if self.name in WITHOUT_DROPOUT and self.dropout:
+            raise UsageError(f"dropout={self.dropout} would not be used: a {self.name} has none; leave it at 0")
         if self.name != "llama" and self.kv_heads is not None:
             raise UsageError(f"kv_heads={self.kv_heads} would not be used: it needs model=llama; give kv_heads=none")
         _shares(self, "dropout", "input_dropout", "patch_dropout")
@@ -118,7 +123,8 @@ class Integers:
     storage would not use is refused.
     """
 
-    layers: str = "none"  # dnn: hidden (all but the first and last) or all; transformers: mlp or blocks (attention too)
+    layers: str = "none"  # dnn: hidden (all but the first and last) or all; transformers: mlp or blocks (attention too);
+    # resnet, cnn: blocks (all but the first and last) or all
     bits: int = 32
     memory: bool = True  # False: packed, nothing but the levels is kept
     init: str = "keep"
@@ -189,31 +195,39 @@ PAPERS_RULE: dict[str, Any] = {"memory": False, "init": "paper", "lr": 0.75, "ru
 
 @dataclass(frozen=True)
 class Dense:
-    """How every parameter that is no integer learns: arguments of AdamW."""
+    """How every parameter that is no integer learns: arguments of AdamW, or of SGD, which has momentum 0.9 and Nesterov's
+    look ahead. All parameters of a convolutional network decay, gains and biases of its norms too, as in torchvision's
+    reference trainings."""
 
     lr: float = 6e-4
     weight_decay: float = 0.1
     beta2: float = 0.999
-    optimizer: str = "adamw"  # or muon: the matrices of a transformer's blocks by Muon, on AdamW's lr, all else by AdamW
+    optimizer: str = "adamw"  # or sgd; or muon: the matrices of a transformer's blocks by Muon, on AdamW's lr, all else by
+    # AdamW
     clip: float | None = None  # gradients together are made no longer than this; None: left as they are
     blocks: float = 1.0  # llama: the rate of its blocks' matrices, as a share of lr; embedding and head often want more
 
     def __post_init__(self) -> None:
-        _choose(self, optimizer=("adamw", "muon"))
+        _choose(self, optimizer=("adamw", "muon", "sgd"))
         _at_least(self, lr=0, weight_decay=0, clip=0, blocks=0)
         _shares(self, "beta2")
+        if self.optimizer == "sgd" and self.beta2 != Dense.beta2:
+            raise UsageError(f"dense.beta2={self.beta2} would not be used: SGD has no second moment; leave it at "
+                             f"{Dense.beta2}, or choose optimizer=adamw")
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """For how long, and when to evaluate. Both learning rates rise linearly for `warmup` steps, then fall linearly to 0."""
+    """For how long, and when to evaluate. Both learning rates rise linearly for `warmup` steps, then fall to 0."""
 
     steps: int = 1960  # 10 epochs of MNIST's 50,000
     warmup: int = 0
     eval_every: int = 0  # steps; 0: once an epoch
     whole_images: float = 0.0  # vit with patch_dropout: the share of the steps, the last ones, that see every patch
+    falls: str = "linear"  # or cosine: half a wave
 
     def __post_init__(self) -> None:
+        _choose(self, falls=("linear", "cosine"))
         _at_least(self, steps=1, warmup=0, eval_every=0)
         _shares(self, "whole_images")
 
@@ -241,10 +255,11 @@ class Recipe:
 
     def __post_init__(self) -> None:
         _choose(self, metric=("accuracy", "loss"))
-        for key, value, without in (("eval_crop", self.data.eval_crop, 1), ("whole_images", self.schedule.whole_images, 0)):
-            if value != without and self.model.name != "vit":
-                raise UsageError(f"{key}={value} is for images; leave it at {without} or choose model=vit")
-        if self.dense.optimizer == "muon" and (self.integers.layers != "none" or self.model.name == "dnn"):
+        for key, value, without, models in (("eval_crop", self.data.eval_crop, 1, SEES_IMAGES),
+                                            ("whole_images", self.schedule.whole_images, 0, ("vit",))):
+            if value != without and self.model.name not in models:
+                raise UsageError(f"{key}={value} is for images; leave it at {without} or choose model={' or '.join(models)}")
+        if self.dense.optimizer == "muon" and (self.integers.layers != "none" or self.model.name not in TRANSFORMERS):
             raise UsageError("dense.optimizer=muon trains the float matrices of a transformer's blocks, and here are none; "
                              "leave it at adamw")
         if self.dense.blocks != 1 and (self.integers.layers != "none" or self.model.name != "llama"):
@@ -259,28 +274,42 @@ class Recipe:
 
     def changed(self, settings: Sequence[str]) -> "Recipe":
         """A copy with each "part.field=value" applied, read as the field's type; the part may be left out where only one has
-        such a field, and "data=…" and "model=…" are their names. "tokens=…" is so many tokens of text in all: steps, and
-        with them warmup and eval_every in proportion, unless they are set themselves."""
+        such a field, and "data=…" and "model=…" are their names. "tokens=…" is so many tokens of text in all, "epochs=…" so
+        many passes over the images: steps, and with them warmup and eval_every in proportion, unless they are set
+        themselves."""
         changes: dict[str, dict[str, Any]] = {}
-        tokens = [setting for setting in settings if setting.startswith("tokens=")]
-        for setting in (setting for setting in settings if setting not in tokens):
+        lengths = [setting for setting in settings if setting.startswith(tuple(f"{key}=" for key in LENGTHS))]
+        for setting in (setting for setting in settings if setting not in lengths):
             key, equals, text = setting.partition("=")
             if not equals:
                 raise UsageError(f"--set {setting}: write KEY=VALUE, like integers.lr=0.2 or width=64")
             part, field = _place_of(key, setting)
             changes.setdefault(part, {})[field] = _read(text, get_type_hints(PARTS[part])[field], field, setting)
         changed = self.updated(**changes)
-        if not tokens:
+        if not lengths:
             return changed
-        number = _read(tokens[-1].partition("=")[2], float, "tokens", tokens[-1])
-        return changed.updated(schedule=changed.steps_for(number) | changes.get("schedule", {}))
+        key, _, text = lengths[-1].partition("=")
+        number = _read(text, float, key, lengths[-1])
+        schedule = changed.steps_for(number) if key == "tokens" else changed.steps_for_epochs(number)
+        return changed.updated(schedule=schedule | changes.get("schedule", {}))
+
+    def steps_for_epochs(self, epochs: float) -> dict[str, int]:
+        """The schedule of so many passes over the training images."""
+        images = datasets.training_images(self.data.name)
+        if images is None:
+            raise UsageError(f"epochs={epochs:g} is for images, and data={self.data.name} has none that are counted; set "
+                             "steps")
+        return self._lasting(max(1, round(epochs * math.ceil(images / self.data.batch))))
 
     def steps_for(self, tokens: float) -> dict[str, int]:
         """The schedule of so many tokens of text."""
         if self.data.context is None:
             raise UsageError(f"tokens={tokens:g} is for recipes that say how long a sample of their text is; set steps, or "
                              "data.context too")
-        steps = max(1, round(tokens / (self.data.batch * self.data.context)))
+        return self._lasting(max(1, round(tokens / (self.data.batch * self.data.context))))
+
+    def _lasting(self, steps: int) -> dict[str, int]:
+        """The schedule of so many steps, with warmup and evaluations in proportion."""
         share = steps / self.schedule.steps
         return {"steps": steps, "warmup": math.ceil(self.schedule.warmup * share),
                 "eval_every": math.ceil(self.schedule.eval_every * share)}

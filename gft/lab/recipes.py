@@ -1,5 +1,5 @@
 """Every experiment that can be trained: the rows of the paper's tables, other methods beside them, the ladder on real text
-(ladder/), and small demos.
+(ladder/), convolutions beside tuned floats (convolutions/), and small demos.
 
 Each is a function that returns a Recipe (recipe.py) with the library's default settings. Two variants of each integer row
 stand beside it: "-paper" trains by the paper's own rule from the paper's start (`gft.PAPER`), "-packed" by the default rule
@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gft.errors import UsageError
+from gft.lab import convolutions, ladder
 from gft.lab import data as datasets
-from gft.lab import ladder
 from gft.lab.recipe import PAPERS_RULE, Data, Dense, Integers, Model, Recipe, Schedule
 
 # The paper's values: top-1 % on validation, or the validation loss (Tables 1, 2, 3 and 6).
@@ -202,6 +202,7 @@ def _all() -> Iterator[Recipe]:
             yield as_packed(recipe)
     yield from baselines_rows()
     yield from ladder.recipes()
+    yield from convolutions.recipes()
     for key in (("none", 32), ("hidden", 4), ("all", 2)):
         yield digits(*key)
     for key in (("none", 32), ("mlp", 4), ("blocks", 2)):

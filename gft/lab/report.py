@@ -52,7 +52,8 @@ def recipe_lines(recipes: Iterable[Recipe]) -> list[str]:
         rows.append((recipe.name, recipe.data.name, rule, votes, str(recipe.schedule.steps),
                      "–" if recipe.paper is None else f"{recipe.paper:g}"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    cells = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+    return ["  ".join([*line[:2], " ".join(line[2:])]).rstrip() for line in cells]
 
 
 def sentence(result: Result) -> str:
@@ -150,7 +151,38 @@ LADDER_COLUMNS: dict[str, Callable[[Row], str]] = {
     "kJ": or_dash(lambda number: f"{number / 1e3:.1f}", "joules"),
     "flips a weight": or_dash("{:.2f}".format, "flips_a_weight"),
 }
+
+
+def _settings(row: Row) -> str:
+    """Rates and decay of a row of convolutions."""
+    floats = f"{row['dense_lr']:g}, {row['weight_decay']:g}"
+    if row["integers_lr"] is not None:
+        return f"{row['integers_lr']:g}; {floats}"
+    if row["tuned_for"] == row["steps"]:
+        return floats
+    return f"{floats} (not tuned)" if row["tuned_for"] is None else f"{floats} (tuned for {row['tuned_for']} steps)"
+
+
+CONVOLUTION_COLUMNS: dict[str, Callable[[Row], str]] = {
+    "row": lambda row: row["name"],
+    "test, %": lambda row: "–" if row["test"] is None else (
+        f"{row['test']:.2f}" + (f" ± {row['test_std']:.2f}" if row["n"] > 1 else "")),
+    "to the better float": or_dash("{:+.2f}".format, "test_gap"),
+    "val, %": _value,
+    "n": COLUMNS["n"],
+    "steps": lambda row: str(row["steps"]),
+    "lr; floats' lr, decay": _settings,
+    "B a weight, training": lambda row: f"{row['training_bytes_per_weight']:.3g}",
+    "without votes or gradients": lambda row: f"{row['state_bytes_per_weight']:.3g}",
+    "ms a step": or_dash("{:.2f}".format, "step_ms"),
+    "time": COLUMNS["time"],
+}
 NOTES = {
+    "convolutions": "Test: of the network at its last step, read once; Imagenette has no test split, and val serves, on "
+                    "which the floats' settings were chosen: that favours the floats. To the better float: to AdamW's or "
+                    "SGD's row of the same network and epochs, whichever has more. Rows of floats have settings chosen on "
+                    "val (tuned.json) unless they say otherwise, GFT's the library's defaults, and AdamW's row's for their "
+                    "floats. B a weight: of the blocks, measured.",
     "wiki-ladder": "Settings are chosen on val (tuned.json), bits a byte are of the test split, read once. Val at equal "
                    "time: where AdamW's run of that size ended by the clock of its steps; a slower method is read off its "
                    "curve before its rates have fallen, so it is shown worse than a run planned for that time. Figures "
@@ -165,7 +197,8 @@ NOTES = {
 
 
 def columns_of(rows: Sequence[Row]) -> dict[str, Callable[[Row], str]]:
-    return {"baselines": BASELINE_COLUMNS, "wiki-ladder": LADDER_COLUMNS}.get(rows[0]["table"], COLUMNS)
+    return {"baselines": BASELINE_COLUMNS, "wiki-ladder": LADDER_COLUMNS,
+            "convolutions": CONVOLUTION_COLUMNS}.get(rows[0]["table"], COLUMNS)
 
 
 # Without it a reader of a table would see a hundredfold of joules and not know why.
@@ -179,7 +212,7 @@ METRICS = {"accuracy": "Validation accuracy in %", "loss": "Validation loss in n
 def spread_note(rows: Sequence[Row]) -> str | None:
     """What a reader who runs a row once may expect. Other methods than ours differ too much to be pooled."""
     degrees = sum(row["n"] - 1 for row in rows)
-    if not degrees or rows[0]["table"] in ("baselines", "wiki-ladder"):
+    if not degrees or rows[0]["table"] in ("baselines", "wiki-ladder", "convolutions"):
         return None
     deviation = math.sqrt(sum((row["n"] - 1) * row["std"] ** 2 for row in rows) / degrees)
     return SPREAD.format(deviation=f"{deviation:.{_digits(rows[0])}f}", degrees=degrees)
@@ -205,7 +238,8 @@ def markdown(title: str, rows: Sequence[Row]) -> str:
 # What fits 80 characters: of the paper's tables, and of others.
 NARROW = ("row", "paper", "ours", "gap", "n", "bits", "time")
 NARROW_OTHERS = {"baselines": tuple(BASELINE_COLUMNS),
-                 "wiki-ladder": ("row", "bits a byte, test", "to AdamW", "val, nats", "n")}
+                 "wiki-ladder": ("row", "bits a byte, test", "to AdamW", "val, nats", "n"),
+                 "convolutions": ("row", "test, %", "to the better float", "n", "time")}
 
 
 def terminal_table(title: str, rows: Sequence[Row]) -> Table:

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 from gft.errors import UsageError
 from gft.files import FolderLock, write_text
-from gft.lab import ladder, older, report, stopping, train
+from gft.lab import convolutions, ladder, older, report, stopping, train
+from gft.lab.convolutions import sheet as of_convolutions
 from gft.lab.display import watch, watching
 from gft.lab.generate import sample_of
 from gft.lab.ladder import sheet
@@ -38,8 +39,10 @@ TITLES = {
     "depth": "Ternary DNN on MNIST by depth (paper, Table 6)",
     "baselines": "Ways to train the hidden layers of a DNN on MNIST, 5×1024",
     ladder.TABLE: "Llamas of 10M to 1B weights on English Wikipedia",
+    convolutions.TABLE: "ResNet-18 on Imagenette and a convolutional net on MNIST, beside tuned floats",
 }
-COMPARISONS = ("baselines", ladder.TABLE)  # they have the variants beside each other
+CHOSEN = {ladder.TABLE: ladder, convolutions.TABLE: convolutions}  # with settings that `gft tune` chooses
+COMPARISONS = ("baselines", *CHOSEN)  # they have the variants beside each other
 SEEDS = 5  # runs a row, unless a table says otherwise
 SUBTITLES = {"default": "", "paper": ", the paper's own rule", "packed": ", without memory: packed levels and no state"}
 # The paper's figure of generated text shows these three; their checkpoints are kept.
@@ -67,20 +70,21 @@ def recipes_of(table: str, variant: str = "default", rows: Sequence[str] = ()) -
 
 
 def folders_of(tables: Sequence[str], variant: str, out: Path) -> dict[str, Path]:
-    """Where each table goes in the folder `out`; ["all"] are all of them but the ladder, which takes a day."""
-    every = [name for name in TITLES if name != ladder.TABLE]
+    """Where each table goes in the folder `out`; ["all"] are all of them but those that are nothing without `gft tune`
+    before them, of which the ladder takes a day, too."""
+    every = [name for name in TITLES if name not in CHOSEN]
     return {name: out / (name if variant == "default" else f"{name}-{variant}")
             for name in (every if list(tables) == ["all"] else tables)}
 
 
 def as_run(recipe: Recipe, folder: Path) -> Recipe:
-    """The recipe as its table's command runs it: the ladder's take settings chosen on val from the table's folder."""
-    return ladder.as_reported(recipe, folder) if recipe.table == ladder.TABLE else recipe
+    """The recipe as its table's command runs it: some take settings chosen on val from the table's folder."""
+    return CHOSEN[recipe.table].as_reported(recipe, folder) if recipe.table in CHOSEN else recipe
 
 
 def seeds_of(recipe: Recipe, seeds: int | None) -> int:
     """How many runs a row has."""
-    return seeds or (ladder.seeds_of(recipe) if recipe.table == ladder.TABLE else SEEDS)
+    return seeds or (CHOSEN[recipe.table].seeds_of(recipe) if recipe.table in CHOSEN else SEEDS)
 
 
 def reproduce(folders: Mapping[str, Path],  # of each table
@@ -190,6 +194,8 @@ def write_table(out: Path) -> list[Line]:
     rows = report.table_rows(lines, about["command"])
     if rows[0]["table"] == ladder.TABLE:
         rows = sheet.ladder_rows(rows, lines)
+    elif rows[0]["table"] == convolutions.TABLE:
+        rows = of_convolutions.convolution_rows(rows, lines, out)
     write_json(out / "table.json", {"title": about["title"], "rows": rows})
     write_text(out / "table.md", report.markdown(about["title"], rows))
     write_lines(out / "runs.jsonl", lines)
@@ -198,6 +204,8 @@ def write_table(out: Path) -> list[Line]:
     drawn = {name: seeds for name, seeds in curves.items() if seeds}
     if rows[0]["table"] == ladder.TABLE:
         sheet.draw(rows, lines, out)
+    elif rows[0]["table"] == convolutions.TABLE:
+        of_convolutions.draw(rows, lines, out)
     elif drawn:
         report.plot_curves(drawn, about["title"], rows[0]["metric"], [out / "curves.png", out / "curves.svg"])
     return rows

@@ -333,7 +333,7 @@ def summary(recipe: Recipe, model: nn.Module, optimizer: gft.Hybrid, value: floa
     fp32 = sum(parameter.numel() for parameter in baselines.dense(model))
     latent = sum(parameter.numel() for parameter in gft.dense(model)) - fp32
     flips = sum(part.flips() for part in optimizer.optimizers if isinstance(part, (gft.GFT, baselines.LevelOptimizer)))
-    own = integers.method == "gft"
+    own = integers.method == "gft" and recipe.dense.optimizer != "sgd"
     counted = integers.layers != "none" and integers.method not in ("ste", "bitnet")
     with_gradients, without = baselines.training_bytes_after_step(model, optimizer)
     joules = energy.energy_estimate_j(fp32, quantized, integers.bits, steps)

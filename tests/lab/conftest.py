@@ -8,7 +8,8 @@ from gft.lab.data import folder
 # What makes any recipe of a model small.
 SMALL = {"dnn": ["data=digits", "width=16"], "gpt": ["data=verses", "width=16", "depth=2", "heads=2"],
          "llama": ["data=verses", "context=16", "vocabulary=none", "width=16", "depth=2", "heads=2"],
-         "vit": ["data=digits-images", "width=16", "depth=2", "heads=2", "patch=4"]}
+         "vit": ["data=digits-images", "width=16", "depth=2", "heads=2", "patch=4"],
+         "resnet": ["data=digits-images", "width=4", "depth=1"], "cnn": ["data=digits-images", "width=4"]}
 
 
 @pytest.fixture(scope="session")

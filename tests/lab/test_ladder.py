@@ -11,10 +11,11 @@ import gft
 from gft.errors import UsageError
 from gft.lab import build, data, ladder, pages, recipes, tables, train
 from gft.lab.data.sonnets import SONNETS
-from gft.lab.ladder import sheet, tuning
+from gft.lab.ladder import sheet
 from gft.lab.models import Llama
 from gft.lab.muon import Muon
 from gft.lab.stopwatch import Stopwatch
+from gft.lab.tuning import LADDER
 
 pytest.importorskip("tokenizers")
 TINY = ["width=16", "depth=1", "heads=2", "context=16", "vocabulary=300", "batch=4", "tokens=1280", "eval_every=10"]
@@ -113,7 +114,7 @@ def four(number):
 def test_tuning_chooses_on_val_what_the_table_then_takes(text, tmp_path, refuses, monkeypatch):
     monkeypatch.setattr(sheet, "draw", lambda *_: None)  # drawn, and looked at, by another test
     out = tmp_path / "out"
-    report = tuning.tune(out, ["bitnet-2bit"], ["10m"], ["lr=1e-4,3e-2,1e30", "blocks=0.5", "dense.weight_decay=0.1"],
+    report = LADDER.tune(out, ["bitnet-2bit"], ["10m"], ["lr=1e-4,3e-2,1e30", "blocks=0.5", "dense.weight_decay=0.1"],
                          [*TINY, "clip=none"], "cpu")
     best = report["chosen"]["bitnet-2bit"]["10m"]
     assert best["settings"] == {"dense.lr": 0.03, "integers.lr": 0.015, "dense.weight_decay": 0.1}
@@ -127,15 +128,15 @@ def test_tuning_chooses_on_val_what_the_table_then_takes(text, tmp_path, refuses
     assert (line["config"]["integers"]["lr"], line["config"]["dense"]["lr"]) == (0.015, 0.03)
     assert row["test_gap"] is None  # there is no AdamW to compare with
     with refuses(UsageError, "write KEY=VALUE,VALUE"):
-        tuning.grid_of("adamw", ["lr"])
+        LADDER.grid_of("adamw", ["lr"])
     with refuses(UsageError, "no row 'sgd' of size '10m'"):
-        tuning.trials("10m", "sgd", {"lr": ("1",)})
+        LADDER.trials("10m", "sgd", {"lr": ("1",)})
     with refuses(UsageError, "gft-2bit has a rate for its blocks alone"):
-        tuning.trials("10m", "gft-2bit", {"blocks": ("0.5",)})
-    for row in tuning.TUNED:
-        settings = {tuple(sorted(tuning.tried({"recipe": one.name, "value": 1, "steps": 1, "seed": 0, "commit": "", "device":
+        LADDER.trials("10m", "gft-2bit", {"blocks": ("0.5",)})
+    for row in LADDER.tuned:
+        settings = {tuple(sorted(LADDER.tried({"recipe": one.name, "value": 1, "steps": 1, "seed": 0, "commit": "", "device":
                                                "", "torch": ""})["settings"].items())) for one in
-                    tuning.trials("30m", row, tuning.grid_of(row, []))}
+                    LADDER.trials("30m", row, LADDER.grid_of(row, []))}
         assert len(settings) == 16
 
 

@@ -20,9 +20,9 @@ from gft.errors import shortened
 from gft.lab.data.augment import AUGMENT
 from gft.lab.data.corpus import NAMED, Corpus, load_corpus
 from gft.lab.data.dataset import SPLITS, Dataset
-from gft.lab.data.digits import load_digits, load_digits_images
+from gft.lab.data.digits import DIGITS_TRAIN, load_digits, load_digits_images
 from gft.lab.data.folder import DataError, Source, data_folder
-from gft.lab.data.imagenette import fetch_imagenette, find_imagenette, load_imagenette
+from gft.lab.data.imagenette import IMAGES, fetch_imagenette, find_imagenette, load_imagenette
 from gft.lab.data.mnist import (
     MNIST_FILES,
     MNIST_MEAN,
@@ -42,6 +42,7 @@ __all__ = [
     "DataError", "Dataset", "Entry", "Source", "Text", "_read_idx", "check", "data_folder", "embedded", "fetch",
     "fetch_mnist", "find_mnist", "found", "load", "load_corpus", "load_digits", "load_digits_images",
     "load_imagenette", "load_mnist", "load_mnist_images", "load_shakespeare", "load_text", "load_verses", "names",
+    "training_images",
 ]
 
 
@@ -54,6 +55,7 @@ class Entry:
     fetch: Callable[[bool], object] | None = None  # find or download it; None: there is nothing to download
     is_text: bool = False
     is_corpus: bool = False  # text as tokens, with a vocabulary of its own
+    samples: int | None = None  # to train on, where that is known without loading it
 
 
 def _place_of_mnist() -> str | None:
@@ -66,14 +68,15 @@ def _path(find: Callable[[], Path | None]) -> Callable[[], str | None]:
 
 
 def _imagenette(size: int) -> Entry:
-    return Entry(partial(load_imagenette, size), _path(partial(find_imagenette, size)), partial(fetch_imagenette, size=size))
+    return Entry(partial(load_imagenette, size), _path(partial(find_imagenette, size)), partial(fetch_imagenette, size=size),
+                 samples=IMAGES["train"])
 
 
 ENTRIES = {
-    "mnist": Entry(load_mnist, _place_of_mnist, fetch_mnist),
-    "mnist-images": Entry(load_mnist_images, _place_of_mnist, fetch_mnist),
-    "digits": Entry(load_digits, lambda: "scikit-learn, which brings it"),
-    "digits-images": Entry(load_digits_images, lambda: "scikit-learn, which brings it"),
+    "mnist": Entry(load_mnist, _place_of_mnist, fetch_mnist, samples=MNIST_TRAIN),
+    "mnist-images": Entry(load_mnist_images, _place_of_mnist, fetch_mnist, samples=MNIST_TRAIN),
+    "digits": Entry(load_digits, lambda: "scikit-learn, which brings it", samples=DIGITS_TRAIN),
+    "digits-images": Entry(load_digits_images, lambda: "scikit-learn, which brings it", samples=DIGITS_TRAIN),
     "imagenette": _imagenette(224),
     "shakespeare": Entry(load_shakespeare, _path(find_shakespeare), fetch_shakespeare, is_text=True),
     "verses": Entry(load_verses, lambda: "gft, which brings it", is_text=True),
@@ -127,6 +130,11 @@ def found(name: str) -> str | None:
 def embedded(name: str) -> bool:
     """Whether it needs no download."""
     return _entry(name).fetch is None
+
+
+def training_images(name: str) -> int | None:
+    """How many samples there are to train on; None of text, and where nobody knows before it is loaded."""
+    return _entry(name).samples
 
 
 def fetch(name: str, progress: bool = True) -> str:

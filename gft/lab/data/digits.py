@@ -6,6 +6,7 @@ from torch import Tensor
 from gft.lab.data.dataset import Dataset
 
 MEAN, STD = 4.9, 6.0  # of its values from 0 to 16
+DIGITS_TRAIN = 1200
 
 
 def _arrays() -> tuple[Tensor, Tensor]:
@@ -19,7 +20,8 @@ def _arrays() -> tuple[Tensor, Tensor]:
 
 
 def _dataset(x: Tensor, y: Tensor, mean: tuple[float] | None = None, std: tuple[float] | None = None) -> Dataset:
-    return Dataset((x[:1200], y[:1200]), (x[1200:1497], y[1200:1497]), (x[1497:], y[1497:]), mean=mean, std=std)
+    train, val, test = slice(DIGITS_TRAIN), slice(DIGITS_TRAIN, 1497), slice(1497, None)
+    return Dataset((x[train], y[train]), (x[val], y[val]), (x[test], y[test]), mean=mean, std=std)
 
 
 def load_digits() -> Dataset:

@@ -15,7 +15,7 @@ from gft.lab import tables
 from gft.lab.build import DataSet, build_float_model, build_model
 from gft.lab.energy.estimate import Joules, Product, orthogonalize_j, products, step_energy
 from gft.lab.energy.paper import Counts
-from gft.lab.recipe import Recipe
+from gft.lab.recipe import SEES_IMAGES, Recipe
 from gft.layers import quantized_layers
 
 # One sample of each of the paper's data sets: their shapes are known, so that an estimate needs no download.
@@ -61,7 +61,7 @@ def network(recipe: Recipe) -> Network:
     if not isinstance(data, datasets.Dataset):
         x = torch.zeros(batch, data.context, dtype=torch.long, device="meta")
     else:
-        shape = data.shape if recipe.model.name == "vit" else (data.inputs,)
+        shape = data.shape if recipe.model.name in SEES_IMAGES else (data.inputs,)
         x = torch.zeros(batch, *shape, device="meta")
     counts = Counts(sum(parameter.numel() for parameter in gft.dense(model)), integers)
     return Network(counts, products(float_model, x, layers), shapes)
