@@ -42,12 +42,18 @@ def round_tokens(values: Tensor,  # (n, features) float
     if dtype is INT8:
         # Fixed point with 16 fraction bits, as for votes (activations.quantize): one rounding of one product, then integers.
         top = largest * 65536
-        fixed = (values * (top / most)[:, None]).clamp(-top, top).to(torch.int32)
+        fixed = (values * _over(top, most)[:, None]).clamp(-top, top).to(torch.int32)
         q = ((fixed + 32768) >> 16).to(torch.int8)
     else:
-        q = (values * (largest / most)[:, None]).clamp(-largest, largest).to(dtype)
+        q = (values * _over(largest, most)[:, None]).clamp(-largest, largest).to(dtype)
     scale = most / largest * Scaling(None, *scaling[1:]).factors()
     return Tokens(q, torch.where(finite, scale, float("nan")))
+
+
+def _over(number: float, values: Tensor) -> Tensor:
+    """number / values, exactly rounded. torch divides a number by a tensor by taking the tensor's reciprocal, whose rounding
+    tips what lies half-way between two numbers of 8 bits: in bfloat16 many values do."""
+    return torch.full_like(values, number) / values
 
 
 @operation

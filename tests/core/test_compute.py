@@ -61,6 +61,12 @@ def test_tokens_are_rounded_to_the_nearest_number_on_a_scale_of_their_own(comput
         assert math.isclose(scale, expected_scale, rel_tol=1e-6)
 
 
+def test_what_lies_half_way_is_rounded_to_even():
+    """Also where the factor is no number of float32: 448 / 3 and 448 / 3.0625."""
+    x = torch.tensor([[3.0, 1.125, 0.28125], [3.0625, 2.515625, -2.078125]])
+    assert ops.round_tokens(x, ops.FP8).q.float().tolist() == [[448, 160, 40], [448, 384, -320]]
+
+
 @eight_bits
 def test_one_value_that_is_not_finite_spoils_its_token_and_no_other(compute):
     x = torch.randn(4, 8)
