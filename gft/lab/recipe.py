@@ -15,6 +15,7 @@ import math
 import textwrap
 import types
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -24,6 +25,7 @@ from gft.lab import data as datasets
 from gft.lab.models.dnn import ACTIVATIONS, NORMS
 from gft.lab.models.vit import POSITIONS
 from gft.layers import COMPUTE
+from gft.rules import Rounding
 from gft.saved import is_number
 
 LAYERS = ("none", "hidden", "all", "mlp", "blocks")
@@ -138,7 +140,7 @@ class Integers:
     vote_per: str | None = None  # sign: token or sequence
     literal_mask: bool = False  # sign
     inertia: float | None = None  # rounding with memory
-    threshold: float | None = None  # rounding, packed: in rms
+    threshold: float | str | None = None  # rounding: in rms, or auto
     second_moment: str | None = None  # rounding, packed: step or running
     orthogonalize: bool = False  # rounding
     p_min: float | None = None  # topk
@@ -151,7 +153,8 @@ class Integers:
         _choose(self, method=("gft", *baselines.METHODS), rule=("rounding", "topk"),
                 vote=("int8", "int4", "ternary", "sign"), vote_per=(None, "token", "sequence"),
                 second_moment=(None, "step", "running"), init=("keep", "paper", "variance"))
-        _at_least(self, lr=0, threshold=0, attention_lr=0, bop_threshold=0)
+        _at_least(self, lr=0, attention_lr=0, bop_threshold=0)
+        Rounding(threshold=self.threshold)  # refuses what is none
         _shares(self, "inertia", "attention_inertia")
         if self.p_min is not None and not 0 <= self.p_min <= 1:
             raise UsageError(f"p_min={shortened(self.p_min)}: a probability lies between 0 and 1")
@@ -174,7 +177,7 @@ class Integers:
         own_attention = self.layers == "blocks" and self.attention_lr is not None
         needs = {
             "inertia": (rounding and not packed, "rule=rounding and memory=true"),
-            "threshold": (rounding and packed, "rule=rounding and memory=false"),
+            "threshold": (rounding, "rule=rounding"),
             "second_moment": (rounding and packed, "rule=rounding and memory=false"),
             "orthogonalize": (rounding, "rule=rounding"),
             "p_min": (not rounding, "rule=topk"),
@@ -406,11 +409,11 @@ _BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no"
 def _read(text: str, hint: Any, field: str, setting: str) -> Any:
     """The text of a value as the field's type."""
     optional = get_origin(hint) in (Union, types.UnionType)
-    kind = next(one for one in get_args(hint) if one is not type(None)) if optional else hint
+    kinds = [one for one in get_args(hint) if one is not type(None)] if optional else [hint]
     if optional and text.lower() == "none":
         return None
-    try:
-        return _BOOLS[text.lower()] if kind is bool else kind(text)
-    except (KeyError, ValueError):
-        or_none = " or none" if optional else ""
-        raise UsageError(f"--set {setting}: {field} takes a value of type {kind.__name__}{or_none}") from None
+    for kind in kinds:  # the first that can read it
+        with suppress(KeyError, ValueError):
+            return _BOOLS[text.lower()] if kind is bool else kind(text)
+    or_none = " or none" if optional else ""
+    raise UsageError(f"--set {setting}: {field} takes a value of type {kinds[0].__name__}{or_none}")

@@ -68,6 +68,8 @@ def check_factors(plan: RoundingPlan, votes: Tensor) -> None:
     check_tensor("the plan's column factors", plan.column, (1, columns), torch.float32, votes.device)
     if isinstance(plan.cap, Tensor):
         check_scalar("the plan's cap", plan.cap, torch.float32, votes.device)
+    if isinstance(plan.threshold_share, Tensor):
+        check_scalar("the plan's threshold", plan.threshold_share, torch.float32, votes.device)
 
 
 def check_choice(plan: TopKPlan, votes: Tensor) -> None:

@@ -25,6 +25,12 @@ FOLLOW_ALL = 256  # chance 1 of a level to follow
 CLIP = 4.0  # no weight moves by more than 4 times the rms move
 MOST_HALVINGS = 7  # the newest second moments count for no less than 1/2^7: some hundred steps are remembered
 
+# The soft threshold that suits a move (rules/rounding.py says why): in rms, for moves of at least two stored values rms, of
+# at least one, a half, a quarter, an eighth, a sixteenth, and of less; and what a move is multiplied by, so that its mean is
+# as without a threshold: 1 over the share of a Gaussian beyond it. Float32 holds all of them as they stand.
+SUITED = (0.0, 0.28125, 0.453125, 0.6875, 0.953125, 1.25, 1.5)
+MULTIPLES = (1.0, 1.2841796875, 1.537109375, 2.033203125, 2.9365234375, 4.732421875, 7.484375)
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RoundingJob:
@@ -36,7 +42,7 @@ class RoundingJob:
     key: NoiseKey
     lr_scale: float  # rms move at lr = 1, in 1/65536 of a stored value; exact in float32
     bound: int  # no |vote| is larger
-    threshold: float = 0.0  # in rms: smaller votes move nothing
+    threshold: float | None = 0.0  # in rms: smaller votes move nothing; None: the one that suits the move
     follow: int = FOLLOW_ALL  # chance of a level to follow where votes have carried it, in 1/256
     running: Tensor | None = None  # (rows + columns + 1,) float32: running second moments, None at first
     rescale_step: bool = False  # rows and columns by the running moments, but the step as a whole by its own
@@ -56,13 +62,8 @@ class RoundingPlan:
     row: Tensor  # (rows, 1) float32
     column: Tensor  # (1, columns) float32
     cap: float | Tensor  # no move is larger: CLIP rms; on a GPU: there
-    threshold: float = 0.0  # in rms
+    threshold_share: float | Tensor = 0.0  # the threshold, as a share of the cap; on a GPU, if it suits the move: there
     follow: int = FOLLOW_ALL  # in 1/256
-
-    @property
-    def threshold_share(self) -> float:
-        """The threshold as a share of the cap: how the kernels take it."""
-        return self.threshold / CLIP
 
 
 class Rounded(NamedTuple):
@@ -110,7 +111,7 @@ def plan_of_sums(sums: Tensor,  # (rows + columns,) sums_of_squares of the whole
     """The plan of the whole weight, of which the job may have but some rows."""
     shift, features = job.shift, job.votes.shape[1]
     size = torch.as_tensor(lr, dtype=torch.float32) * job.lr_scale
-    size = size if size.is_cuda else size.item()
+    size, threshold_share = suited(size if size.is_cuda else size.item(), job.threshold)
     out = len(sums) - features
     row, column = sums.split([out, features])
     total = _sum_as_double(row) / max(out * features, 1)
@@ -125,8 +126,23 @@ def plan_of_sums(sums: Tensor,  # (rows + columns,) sums_of_squares of the whole
     inverse = torch.where(moments > 0, 1.0 / rms, 0.0)
     overall = moments[-1].double() / torch.where(own > 0, own, 1.0) if job.rescale_step else rms[-1]
     row_factor = (inverse[:out] * overall * size).float()
-    plan = RoundingPlan(row_factor[:, None], inverse[out:-1].float()[None, :], CLIP * size, job.threshold, job.follow)
+    plan = RoundingPlan(row_factor[:, None], inverse[out:-1].float()[None, :], CLIP * size, threshold_share, job.follow)
     return plan, moments
+
+
+def suited(size: float | Tensor,  # the rms move in 1/65536 of a stored value: a float32; a tensor: on a GPU
+           threshold: float | None) -> tuple[float | Tensor, float | Tensor]:
+    """The rms move before the threshold is taken off, and the threshold as a share of its cap."""
+    if threshold is not None:
+        return size, threshold / CLIP
+    rms = torch.as_tensor(size, dtype=torch.float32)
+    multiple, share = torch.ones_like(rms), torch.zeros_like(rms)
+    for octave in range(1, len(SUITED)):
+        below = rms < 4.0 * ONE / 2**octave
+        multiple = torch.where(below, MULTIPLES[octave], multiple)
+        share = torch.where(below, SUITED[octave] / CLIP, share)
+    both = rms * multiple, share
+    return both if isinstance(size, Tensor) else (both[0].item(), both[1].item())
 
 
 # ---------------------------------------------------------------------------------------------------- moves
@@ -165,7 +181,8 @@ def rounded_values(values: Tensor,  # (rows, columns) int8
     """values - floor(move + noise). With inertia z moves, and the level follows it with a chance of follow/256."""
     share = votes.float() * row * plan.column
     move = share.clamp_(-plan.cap, plan.cap).to(torch.int32)  # type: ignore[call-overload, arg-type]
-    if plan.threshold:  # in integers: no add a GPU could fuse with the product before it
+    if isinstance(plan.threshold_share, Tensor) or plan.threshold_share:
+        # In integers: no add a GPU could fuse with the product before it.
         dead_zone = (torch.as_tensor(plan.cap, dtype=torch.float32) * plan.threshold_share).to(torch.int32)
         move = move - torch.minimum(torch.maximum(move, -dead_zone), dead_zone)
     move = move.add_(noise).bitwise_right_shift_(16)

@@ -17,7 +17,16 @@ votes alone they follow its noise. Without memory they are the step's own, or, w
 scaled as a whole to the step's own M.
 
 Without memory nothing adds votes up over steps, and most of them are noise: soft_threshold(u) = sign(u) · max(|u| - t, 0),
-scaled to rms 1, moves a weight only by what exceeds t, and by default t grows with the spacing of the levels.
+scaled to rms 1, moves a weight only by what exceeds t, and by default t grows with the spacing of the levels. With memory t
+is 0 unless it is given.
+
+threshold="auto" weighs two noises. A move is rounded to whole units: of memory, or levels. If it is r units rms, rounding
+adds 0.8 · r units² to the variance of where a weight lies, and the noise of the votes, which is nearly all of them, r². At
+the same mean move, with P the share of Gaussian votes beyond t, their sum is
+
+    r · A(t) + r² · G(t),     A = E[max(|u| - t, 0)] / P,     G = E[max(|u| - t, 0)²] / P²
+
+which is least at some t that falls with r: ops.rounding.SUITED.
 
 From lr to a moved weight:  GFT.step -> Rounding.step -> lr_scale (below) -> ops.rounding_plan -> ops.round_weights.
 """
@@ -42,6 +51,7 @@ from gft.storage import Storage
 INERTIA = 0.9  # with memory, unless the rule says otherwise
 THRESHOLD_SPACINGS = 1.6  # without memory: 2 rms at 2 bits, 0.57 at 3 and 4
 MOST_THRESHOLD = 3.0  # rms; beyond it next to nothing moves
+AUTO = "auto"  # the threshold that suits a move
 PACKED_LR = 0.5  # of lr without memory: nothing averages out what the rounding adds
 REFERENCE_INPUTS = 128  # at which, in a layer that preserves variance, lr is the rms move in levels of a 4-bit grid
 LARGEST_GROWTH = 4.0  # a layer that starts smaller moves as if it were so many times its size, at most
@@ -54,9 +64,11 @@ class Rounding(Rule):
     inertia: With memory: the share of levels that wait in a step before they follow where their votes have carried them. It
         does what momentum does, without its state; 0.9 by default. At 0 every level follows at once, memory counts twice as
         finely, and large networks are held to small lr; near 1 levels lag far behind.
-    threshold: Packed: votes smaller than this many rms move nothing (soft threshold); by default 2 at 2 bits, 0.57 at 3 and
-        4. At 0 every vote counts, and noise moves most weights; at 3, the most, one vote in 400 counts, and short trainings
-        barely start.
+    threshold: Votes smaller than this many rms move nothing (soft threshold). Packed: by default 2 at 2 bits, 0.57 at 3 and
+        4; at 0 every vote counts, and noise moves most weights; at 3, the most, one vote in 400 counts, and short trainings
+        barely start. With memory: by default 0. "auto": the one at which a move of its size is rounded with least noise,
+        0 for moves of two units of memory and more, up to 1.5 for small ones, as those of wide layers at the end of a
+        training; lr then is the move before the threshold.
     second_moment: Packed: rows and columns are normalised by their votes in this "step" alone (the default), or in a
         "running" mean over many steps. With memory it is always running.
     orthogonalize: True: half of what moves the weights is the layer's votes with all singular values equal, as Muon does
@@ -65,7 +77,7 @@ class Rounding(Rule):
     """
 
     inertia: float | None = None
-    threshold: float | None = None
+    threshold: float | str | None = None
     second_moment: str | None = None
     orthogonalize: bool = False  # type: ignore[misc]
     lr_meaning: ClassVar[str] = "the rms move of a weight in levels"
@@ -73,8 +85,8 @@ class Rounding(Rule):
     def __post_init__(self) -> None:
         if self.inertia is not None:
             check_number("inertia", self.inertia, 0.0, 0.999, "it is the share of levels that wait in a step")
-        if self.threshold is not None:
-            check_number("threshold", self.threshold, 0.0, MOST_THRESHOLD, "it counts rms of the votes")
+        if self.threshold not in (None, AUTO):
+            check_number("threshold", self.threshold, 0.0, MOST_THRESHOLD, 'it counts rms of the votes, or is "auto"')
         check_choice("second_moment", self.second_moment, (None, "step", "running"))
         check_choice("orthogonalize", self.orthogonalize, (False, True))
 
@@ -84,11 +96,9 @@ class Rounding(Rule):
         if self.inertia and not storage.memory_bits:
             raise UsageError(f"inertia={self.inertia} needs memory, which this weight ({kept}) has none of; build the layer "
                              "with memory=True and at most 6 bits, or leave inertia out")
-        if storage.memory_bits:
-            for name in ("threshold", "second_moment"):
-                if getattr(self, name) is not None:
-                    raise UsageError(f"{name}={getattr(self, name)!r} is for weights without memory, and this one ({kept}) "
-                                     f"has it; leave {name} out, or build the layer with memory=False")
+        if self.second_moment is not None and storage.memory_bits:
+            raise UsageError(f"second_moment={self.second_moment!r} is for weights without memory, and this one ({kept}) "
+                             "has it; leave second_moment out, or build the layer with memory=False")
         return replace(storage, inertia=self.follow < FOLLOW_ALL)
 
     @property
@@ -102,13 +112,16 @@ class Rounding(Rule):
         inertia = INERTIA if self.inertia is None else self.inertia
         return max(1, round((1 - inertia) * FOLLOW_ALL))
 
-    def threshold_for(self, storage: Storage) -> float:
-        """The soft threshold of a weight, in rms. A level gone the wrong way costs as much as the grid is coarse, so the
-        default grows with the spacing of what moves: levels, or where bits are to spare fractions of them."""
+    def threshold_for(self, storage: Storage) -> float | None:
+        """The soft threshold of a weight, in rms; None: the one that suits each move. A level gone the wrong way costs as
+        much as the grid is coarse, so the default grows with the spacing of what moves: levels, or where bits are to spare
+        fractions of them."""
+        if self.threshold == AUTO:
+            return None
+        if self.threshold is not None:
+            return float(self.threshold)
         if storage.memory_bits:
             return 0.0
-        if self.threshold is not None:
-            return self.threshold
         return min(THRESHOLD_SPACINGS * SPACING[storage.bits + storage.spare_bits], MOST_THRESHOLD)
 
     def job(self, weight: WeightStep) -> RoundingJob:
@@ -119,7 +132,7 @@ class Rounding(Rule):
         levels *= 1.0 if storage.memory_bits else PACKED_LR
         runs = self._keeps_second_moment(storage)
         return RoundingJob(weight.stored, weight.votes, storage, weight.key,
-                           lr_scale(levels, storage.resolution, threshold), weight.bound, threshold, self.follow,
+                           lr_scale(levels, storage.resolution, threshold or 0.0), weight.bound, threshold, self.follow,
                            weight.second_moment if runs else None, rescale_step=runs and not storage.memory_bits,
                            rows=None if weight.part is None else weight.part.rows)
 

@@ -319,7 +319,6 @@ def test_add_param_group_joins_a_running_optimizer(tiny_net, batches):
 UNUSABLE = {
     "inertia, packed": (gft.Rounding(inertia=0.3), {"bits": 3, "memory": False}, "inertia=0.3 needs memory"),
     "inertia, 7 bits": (gft.Rounding(inertia=0.3), {"bits": 7, "memory": True}, "inertia=0.3 needs memory"),
-    "threshold, memory": (gft.Rounding(threshold=1.2), {"bits": 3, "memory": True}, r"threshold=1\.2.*without memory"),
     "second_moment, memory": (gft.Rounding(second_moment="step"), {"bits": 3, "memory": True}, "second_moment='step'"),
 }
 unusable = pytest.mark.parametrize("case", UNUSABLE)

@@ -147,7 +147,8 @@ def test_damaged_scales_are_refused_and_change_nothing(name, spoil, match, refus
 @pytest.mark.parametrize(("key", "value", "match"), [
     ("rule", "rounding", "other settings"), ("rule", {"name": "Momentum"}, "'Momentum' is not a Rule"),
     ("rule", {"name": "TopK", "temperature": 2}, "TopK has other settings"), ("vote", {"name": "Int2"}, "'Int2' is not a"),
-    ("rule", {"name": "Rounding", "threshold": 1.0}, "threshold=1"), ("lr", 7.0, "lr=7"), ("seed", -3, "seed=-3")], ids=str)
+    ("rule", {"name": "Rounding", "second_moment": "step"}, "second_moment='step'"), ("lr", 7.0, "lr=7"),
+    ("seed", -3, "seed=-3")], ids=str)
 def test_settings_that_do_not_fit_are_refused_and_change_nothing(key, value, match, refuses):
     layer, optimizer = trained_layer(16, gft.Int8())
     state = copy.deepcopy(optimizer.state_dict())

@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 
 import gft
+from gft import ops
 from gft.initialize import SPACING
+from gft.ops.rounding import MULTIPLES, SUITED, RoundingJob
 from gft.philox import NoiseKey
 from gft.rules import Rounding, Rule, StepResult, TopK, WeightStep
 from gft.rules.rounding import levels_per_step
@@ -80,9 +82,8 @@ def test_many_weights_in_one_step_move_as_each_would_alone(rule):
 @pytest.mark.parametrize(("rule", "storage", "message"), [
     (Rounding(inertia=0.5), Storage(4, memory=False), "inertia=0.5 needs memory.*memory=True"),
     (Rounding(inertia=0.5), Storage(8), "inertia=0.5 needs memory.*at most 6 bits"),
-    (Rounding(threshold=0.5), Storage(2), "threshold=0.5 is for weights without memory.*leave threshold out.*memory=False"),
-    (Rounding(threshold=0.0), Storage(6), "threshold=0.0 is for weights without memory"),
-    (Rounding(second_moment="running"), Storage(4), "second_moment='running' is for .*leave second_moment out"),
+    (Rounding(second_moment="running"), Storage(4), "second_moment='running'.*leave second_moment out.*memory=False"),
+    (Rounding(second_moment="step"), Storage(6), "second_moment='step' is for weights without memory"),
 ], ids=str)
 def test_settings_that_a_weight_could_only_ignore_are_refused(rule, storage, message, refuses):
     with refuses(ValueError, message):
@@ -94,8 +95,8 @@ def test_the_optimizer_refuses_settings_that_a_weight_could_only_ignore(tiny_net
     with refuses(ValueError, "inertia=0.5 needs memory"):
         gft.GFT(gft.quantized(packed), rule=Rounding(inertia=0.5))
     optimizer = gft.GFT(gft.quantized(model))
-    optimizer.param_groups[0]["rule"] = Rounding(threshold=1.0)
-    with refuses(ValueError, "threshold=1.0 is for weights without memory"):
+    optimizer.param_groups[0]["rule"] = Rounding(second_moment="step")
+    with refuses(ValueError, "second_moment='step' is for weights without memory"):
         optimizer.step()
 
 
@@ -104,6 +105,38 @@ def test_the_optimizer_refuses_settings_that_a_weight_could_only_ignore(tiny_net
     (Storage(8), 0.0494), (Storage(2), 0.0), (Storage(6), 0.0)], ids=str)
 def test_the_default_threshold_grows_with_the_spacing_of_what_moves(storage, threshold):
     assert Rounding().threshold_for(storage) == pytest.approx(threshold, abs=1e-4)
+
+
+@pytest.mark.parametrize(("rms", "less"), [(0.3, 0.8), (0.02, 0.6)])
+def test_an_automatic_threshold_keeps_the_mean_of_moves_and_takes_noise_out(rms, less):
+    """Votes with a mean of a fifth of their deviation; moves of so many units of memory."""
+    storage, votes = Storage(4, inertia=False), (1000 * (torch.randn(1000, 1600) + 0.2)).int()
+    means, squares = [], []
+    for threshold in (None, 0.0):
+        job = RoundingJob(torch.zeros(1000, 1600, dtype=torch.int8), votes, storage, NoiseKey(1, 2, 3), 65536 * rms,
+                          int(votes.abs().max()), threshold)
+        ops.round_many([job], 1.0)
+        means.append(-job.stored.float().mean().item())
+        squares.append(job.stored.float().square().mean().item())
+    assert means[0] == pytest.approx(means[1], rel=0.1)
+    assert squares[0] < less * squares[1]
+
+
+def test_thresholds_that_suit_are_those_of_least_noise():
+    """SUITED and MULTIPLES beside the formulas of rules/rounding.py, in the middle of each octave."""
+    def beyond(t):
+        return math.erfc(t / math.sqrt(2))
+
+    def noise(r, t):
+        density, p = math.exp(-t * t / 2) / math.sqrt(2 * math.pi), beyond(t)
+        mean, square = 2 * density - t * p, (1 + t * t) * p - 2 * t * density
+        return r * mean / p + r * r * square / p**2
+
+    for octave, (threshold, multiple) in enumerate(zip(SUITED, MULTIPLES, strict=True)):
+        r = math.sqrt(2) * 2.0 ** (1 - octave)
+        least = min(noise(r, place / 200) for place in range(500))
+        assert noise(r, threshold) < 1.02 * least
+        assert multiple == pytest.approx(1 / beyond(threshold), rel=1e-3)
 
 
 def test_defaults_for_the_storage_move_as_the_same_settings_given_do():
@@ -160,8 +193,8 @@ def test_lr_measures_a_move_in_weights_not_in_levels(bits):
         own = SPACING[bits] / math.sqrt(inputs)  # the scale of a layer that preserves variance
         wanted = 0.3 * SPACING[4] / math.sqrt(inputs) / growth
         for scale in (own, own / 3, own * 5):
-            assert 0.3 * levels_per_step(scale, bits, inputs) * scale == pytest.approx(wanted)
-        assert 0.3 * levels_per_step(own / 40, bits, inputs) * own / 40 == pytest.approx(wanted / 10)
+            assert 0.3 * levels_per_step(scale, bits, inputs, inputs) * scale == pytest.approx(wanted)
+        assert 0.3 * levels_per_step(own / 40, bits, inputs, inputs) * own / 40 == pytest.approx(wanted / 10)
 
 
 def test_lr_is_the_rms_move_in_levels_of_a_4_bit_layer_of_128_inputs():

@@ -60,7 +60,8 @@ def random_job(storage, shape, dtype=torch.int32, running=False, seed=1, **setti
         moments = ops.rounding_plan.definition(earlier, 1.0)[1]
         moments[-2] = 0  # a column that had no votes before
         settings["running"] = moments
-    settings = {"lr_scale": 65536.0 * storage.resolution * (1 + 10 * settings.get("threshold", 0)), "key": KEY} | settings
+    one_level = 65536.0 * storage.resolution
+    settings = {"lr_scale": one_level * (1 + 10 * (settings.get("threshold", 0) or 0)), "key": KEY} | settings
     return ops.RoundingJob(random_stored(storage, shape), votes, storage, bound=int(votes.abs().max()), **settings)
 
 

@@ -21,11 +21,15 @@ def check(kernel, types, constants):
 table = dict(OVERLAPS=True, TABLE=True, WIDE=False)
 check(factors._squares_kernel, dict(votes="*i64", sums="*i64"),
       dict(SHIFTED=False, WARPS=4, ROWS=8, WIDTH=1, TIMES=4, **table))
+check(factors._factors_kernel,
+      dict(sums="*i64", running=("*fp32",) * 2, step="*i64", moments="*fp32", factors="*fp32", lr="*fp32",
+           lr_scale=("fp32",) * 2, clip="fp32", multiples=("fp32",) * 6, shares=("fp32",) * 6),
+      dict(LR_ON_DEVICE=True, RUNNING=True, RESCALE_STEP=False, SUITED=True, MOST_HALVINGS=7, BLOCK=512, OVERLAPS=True))
 check(update._move_kernel,
       dict(stored=("*i8",) * 2, votes="*i64", flips="*i64", row_factor="*fp32", column_factor="*fp32", cap="*fp32",
-           threshold_share="fp32", least="*i64", largest="*i64", seed="i64", step="*i64", noise_stream=("i32",) * 2),
-      dict(TOPK=False, THRESHOLD=False, PACKED=False, WIDTH=8, LARGEST=7, MEMORY_BITS=4, SPARE_BITS=0, INERTIA=True,
-           BY_EIGHTS=True, EVEN=True, ROWS=4, EIGHTHS=128, **table))
+           threshold_share="*fp32", least="*i64", largest="*i64", seed="i64", step="*i64", noise_stream=("i32",) * 2),
+      dict(TOPK=False, THRESHOLD=True, SUITED=True, PACKED=False, WIDTH=8, LARGEST=7, MEMORY_BITS=4, SPARE_BITS=0,
+           INERTIA=True, BY_EIGHTS=True, EVEN=True, ROWS=4, EIGHTHS=128, **table))
 print("compiled")
 """
 

@@ -39,6 +39,8 @@ JOBS = [
     pytest.param(Storage(2, inertia=False), (33, 40), INT64, {"threshold": 0.57}, id="2-memory"),
     pytest.param(Storage(4, inertia=False), (130, 9), INT32, {"running": True, "follow": 90}, id="4-memory"),
     pytest.param(Storage(8), (40, 72), INT32, {"threshold": 3.0}, id="8-memory"),
+    pytest.param(Storage(4), (24, 72), INT32, {"threshold": None, "follow": 26, "lr_scale": 65536 * 0.15}, id="4-suited"),
+    pytest.param(Storage(2), (9, 65), INT64, {"threshold": None, "running": True, "lr_scale": 65536 * 3.0}, id="2-suited"),
 ]
 
 
@@ -52,7 +54,7 @@ def test_weights_move_as_the_definition_says(backend, storage, shape, dtype, set
     assert torch.equal(got.row.cpu(), plan.row)
     assert torch.equal(got.column.cpu(), plan.column)
     assert float(got.cap) == plan.cap
-    assert (got.threshold, got.follow) == (job.threshold, job.follow)
+    assert (float(got.threshold_share), got.follow) == (plan.threshold_share, job.follow)
 
     expected = job.stored.clone()
     flips = ops.round_weights.definition(expected, job.votes, storage, plan, KEY)
@@ -61,6 +63,20 @@ def test_weights_move_as_the_definition_says(backend, storage, shape, dtype, set
         assert int(backend.round_weights(new, there.votes, storage, some_plan, KEY)) == int(flips) > 0
         assert torch.equal(new.cpu(), expected)
     assert_on_the_grid(expected, storage, shape[1])
+
+
+@pytest.mark.parametrize("lr", [0.0, 2.0**-9, 1 / 16, 0.1249999, 0.125, 0.3, 0.5, 1.0, 1.9999999, 2.0, 7.0])
+def test_the_threshold_that_suits_a_move_is_the_same_everywhere(backend, lr):
+    """At both ends of an octave, and for a lr that only the device knows."""
+    job = random_job(Storage(4), (9, 24), threshold=None, lr_scale=65536.0, follow=26)
+    expected, _, flips = rounded_by_definition(job, lr)
+    plan, _ = ops.rounding_plan.definition(job, lr)
+    for rate in (lr, torch.tensor(lr).to(backend.device)):
+        there = on(backend.device, job)
+        got, _ = backend.rounding_plan(there, rate)
+        assert (float(got.cap), float(got.threshold_share)) == (plan.cap, plan.threshold_share)
+        assert int(backend.round_weights(there.stored, there.votes, job.storage, got, KEY)) == flips
+        assert torch.equal(there.stored.cpu(), expected)
 
 
 @pytest.mark.parametrize(("storage", "shape", "dtype", "settings"), JOBS)
@@ -216,13 +232,13 @@ KINDS = [((3, 24), Storage(2), True, {"follow": 90}), ((3, 24), Storage(2), Fals
          ((3, 24), Storage(4, False), True, {"threshold": 0.57, "rescale_step": True}),
          ((3, 24), Storage(2), False, {"follow": 200}), ((5, 9), Storage(3, inertia=False), True, {}),
          ((5, 9), Storage(2, False), False, {"threshold": 2.0}), ((2, 72), Storage(8, False), False, {"threshold": 0.3}),
-         ((1, 1), Storage(4), True, {})]
+         ((1, 1), Storage(4), True, {}), ((3, 24), Storage(2), True, {"follow": 90, "threshold": None})]
 
 
 def jobs_of(draw, kinds, step=6):
     return [random_job(storage, shape, draw.choice([INT32, INT64]), running, seed=draw.randrange(99),
                        key=replace(KEY, step=step, stream=draw.randrange(0, 99, 3)),
-                       lr_scale=draw.choice([0.3, 1.7]) * 2**20, **settings)
+                       lr_scale=draw.choice([0.01, 0.3, 1.7]) * 2**20, **settings)
             for shape, storage, running, settings in kinds]
 
 

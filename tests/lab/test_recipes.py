@@ -86,8 +86,8 @@ def test_settings_that_make_no_sense_are_refused_in_a_sentence(setting, says, re
 
 
 @pytest.mark.parametrize(("settings", "unused"), [
-    (["threshold=2"], "threshold=2.0 would not be used: it needs rule=rounding and memory=false"),
-    (["second_moment=step"], "second_moment"), (["memory=false", "inertia=0.5"], "inertia"), (["p_min=0.1"], "p_min"),
+    (["second_moment=step"], "second_moment=step would not be used: it needs rule=rounding and memory=false"),
+    (["rule=topk", "threshold=2"], "threshold=2.0"), (["memory=false", "inertia=0.5"], "inertia"), (["p_min=0.1"], "p_min"),
     (["rule=topk", "inertia=0.5"], "inertia"), (["rule=topk", "orthogonalize=true"], "give orthogonalize=false"),
     (["vote_per=sequence"], "vote_per=sequence would not be used: it needs vote=sign"),
     (["literal_mask=true"], "literal_mask"), (["attention_inertia=0.5"], "attention_inertia"),

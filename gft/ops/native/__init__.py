@@ -25,7 +25,7 @@ from gft.ops.levels import PLAIN, Scaling
 from gft.ops.native.build import library
 from gft.ops.native.interface import CMoments, CRoundingPlan, CTopKPlan, c_key, c_storage, filled
 from gft.ops.products import EXACT_IN_FLOAT32
-from gft.ops.rounding import CLIP, RoundingJob, RoundingPlan, share_of_newest
+from gft.ops.rounding import CLIP, RoundingJob, RoundingPlan, share_of_newest, suited
 from gft.ops.topk import TopKPlan
 from gft.philox import NoiseKey
 from gft.storage import Storage
@@ -226,7 +226,7 @@ def rounding_plan(job: RoundingJob, lr: float | Tensor) -> tuple[RoundingPlan, T
     checks.check_job(job, lr)
     if not checks.are_votes(job.votes) or (isinstance(lr, Tensor) and lr.is_cuda):
         return NotImplemented
-    size = (torch.as_tensor(lr, dtype=torch.float32) * job.lr_scale).item()
+    size, threshold_share = suited((torch.as_tensor(lr, dtype=torch.float32) * job.lr_scale).item(), job.threshold)
     rows, columns = job.votes.shape
     by_row, by_column = sums_of_squares(job.votes, job.shift).split([rows, columns])
     row, column = (torch.empty(shape, dtype=torch.float32) for shape in ((rows, 1), (1, columns)))
@@ -234,7 +234,7 @@ def rounding_plan(job: RoundingJob, lr: float | Tensor) -> tuple[RoundingPlan, T
     how = CMoments(share=share_of_newest(int(job.key.step)), size=size, shift=job.shift, rescale_step=job.rescale_step)
     _functions().gft_factors(by_row.data_ptr(), by_column.data_ptr(), rows, columns, how, moments.data_ptr(), row.data_ptr(),
                           column.data_ptr())
-    return RoundingPlan(row, column, CLIP * size, job.threshold, job.follow), moments
+    return RoundingPlan(row, column, CLIP * size, threshold_share, job.follow), moments
 
 
 def round_weights(stored: Tensor, votes: Tensor, storage: Storage, plan: RoundingPlan, key: NoiseKey) -> Tensor:

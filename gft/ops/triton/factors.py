@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gft.ops import checks
-from gft.ops.rounding import CLIP, MOST_HALVINGS, RoundingJob, RoundingPlan
+from gft.ops.rounding import CLIP, MOST_HALVINGS, MULTIPLES, ONE, SUITED, RoundingJob, RoundingPlan
 from gft.ops.triton.alike import padded, pick, pick_votes, votes_argument
 from gft.ops.triton.launch import Launcher
 from gft.ops.triton.noise import on_device
@@ -19,6 +19,8 @@ from gft.ops.triton.votes import PROGRAMS
 # Votes a program squares at once: each of its warps ROWS rows of WIDTH · 128 columns; and how often, at most.
 SQUARES_WARPS, SQUARES_ROWS, SQUARES_WIDTH, MOST_TIMES = 4, 8, 1, 16
 FACTORS_BLOCK = 512
+FIRST_OCTAVE = tl.constexpr(2.0 * ONE)
+SHARES = tuple(threshold / CLIP for threshold in SUITED[1:])
 
 
 @triton.jit
@@ -64,15 +66,25 @@ def _squares_kernel(votes, sums, stride, rows, columns, shift, SHIFTED: tl.const
 
 @triton.jit(do_not_specialize=["rows", "columns", "lr", "shift"])
 def _factors_kernel(sums, running, step, moments, factors, stride, rows, columns, lr, lr_scale, clip, shift,
+                    multiples, shares,  # rounding.suited
                     LR_ON_DEVICE: tl.constexpr, RUNNING: tl.constexpr, RESCALE_STEP: tl.constexpr,
-                    MOST_HALVINGS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
-    """moments: the running ones as renewed, of rows, of columns, then of all. factors: of rows, of columns, then the cap."""
+                    SUITED: tl.constexpr, MOST_HALVINGS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+    """moments: the running ones as renewed, of rows, of columns, then of all. factors: of rows, of columns, then the cap
+    and, if it suits the move, the threshold as a share of the cap."""
     let_next_begin(OVERLAPS)
     layer = tl.program_id(1)
     sums, moments, factors = sums + layer * stride, moments + layer * stride, factors + layer * stride
     if LR_ON_DEVICE:
         lr = tl.load(lr)
     size = tl.full((BLOCK,), lr, tl.float32) * pick(lr_scale, layer)
+    threshold_share = tl.zeros((BLOCK,), tl.float32)
+    if SUITED:
+        rms, multiple = size, tl.full((BLOCK,), 1.0, tl.float32)
+        for octave in tl.static_range(len(shares)):
+            below = rms < FIRST_OCTAVE * 0.5**octave
+            multiple = tl.where(below, multiples[octave], multiple)
+            threshold_share = tl.where(below, shares[octave], threshold_share)
+        size = rms * multiple
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_row, is_all = place < rows, place == rows + columns
     wait_for_previous(OVERLAPS)  # until the sums are added up
@@ -101,7 +113,8 @@ def _factors_kernel(sums, running, step, moments, factors, stride, rows, columns
     overall = overall / tl.sqrt(tl.where(own > 0, own, 1.0)) if RESCALE_STEP else tl.sqrt(overall)
     inverse = tl.where(moment > 0, 1.0 / tl.sqrt(tl.where(moment > 0, moment, 1.0).to(tl.float64)), 0.0)
     factor = tl.where(is_row, inverse * overall * size.to(tl.float64), inverse).to(tl.float32)
-    tl.store(factors + place, tl.where(is_all, size * clip, factor), mask=place <= rows + columns)
+    factor = tl.where(is_all, size * clip, tl.where(place > rows + columns, threshold_share, factor))
+    tl.store(factors + place, factor, mask=place < rows + columns + 2)
 
 
 _launch_squares, _launch_factors = Launcher(_squares_kernel), Launcher(_factors_kernel)
@@ -145,7 +158,8 @@ def factors_of(jobs: Sequence[RoundingJob],  # of one kind, their votes contiguo
                sums: Tensor,  # (jobs · stride,) int64, all 0: scratch
                lr: float | Tensor,
                step: int | Tensor) -> tuple[Tensor, Tensor]:  # (jobs, stride) float32
-    """rounding.rounding_plan of many: of each the factors of its rows, of its columns, and the cap; and its second moments.
+    """rounding.rounding_plan of many: of each the factors of its rows, of its columns, the cap and the threshold's share of
+    it; and its second moments.
 
     Nothing may be launched between what clears `sums` and this: squaring begins while that still goes on.
     """
@@ -155,13 +169,14 @@ def factors_of(jobs: Sequence[RoundingJob],  # of one kind, their votes contiguo
     running = [job.running.contiguous() for job in jobs if job.running is not None] or [moments]
     early = _square(votes, sums, job.shift)
     constants = {"LR_ON_DEVICE": isinstance(lr, Tensor), "RUNNING": job.running is not None,
-                 "RESCALE_STEP": job.rescale_step, "MOST_HALVINGS": MOST_HALVINGS, "BLOCK": FACTORS_BLOCK, "OVERLAPS": early}
+                 "RESCALE_STEP": job.rescale_step, "SUITED": job.threshold is None,
+                 "MOST_HALVINGS": MOST_HALVINGS, "BLOCK": FACTORS_BLOCK, "OVERLAPS": early}
     scales = padded([job.lr_scale for job in jobs])
     _launch_factors((len(scales), len(running), stride, *constants.values()),
-                    (triton.cdiv(rows + columns + 1, FACTORS_BLOCK), len(votes), 1),
+                    (triton.cdiv(rows + columns + 2, FACTORS_BLOCK), len(votes), 1),
                     (sums, padded(running), on_device(step, first), moments, factors, stride, rows, columns,
-                     on_device(lr, first) if isinstance(lr, Tensor) else float(lr), scales, CLIP, job.shift), constants,
-                    **launched_early(early))
+                     on_device(lr, first) if isinstance(lr, Tensor) else float(lr), scales, CLIP, job.shift,
+                     MULTIPLES[1:], SHARES), constants, **launched_early(early))
     return factors, moments
 
 
@@ -173,5 +188,7 @@ def rounding_plan(job: RoundingJob, lr: float | Tensor) -> tuple[RoundingPlan, T
     job, (rows, columns) = replace(job, votes=job.votes.contiguous()), job.votes.shape
     sums = torch.zeros(stride_of(rows, columns), dtype=torch.int64, device=job.votes.device)
     factors, moments = factors_of([job], sums, lr, job.key.step)
-    row, column, cap = factors[0, : rows + columns + 1].split([rows, columns, 1])
-    return RoundingPlan(row[:, None], column[None, :], cap[0], job.threshold, job.follow), moments[0, : rows + columns + 1]
+    row, column, cap, share = factors[0, : rows + columns + 2].split([rows, columns, 1, 1])
+    threshold_share = share[0] if job.threshold is None else job.threshold / CLIP
+    plan = RoundingPlan(row[:, None], column[None, :], cap[0], threshold_share, job.follow)
+    return plan, moments[0, : rows + columns + 1]

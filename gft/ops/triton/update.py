@@ -15,7 +15,7 @@ from torch import Tensor
 from gft.errors import UsageError
 from gft.ops import checks
 from gft.ops import rounding as definitions
-from gft.ops.rounding import Rounded, RoundingJob, RoundingPlan
+from gft.ops.rounding import CLIP, Rounded, RoundingJob, RoundingPlan
 from gft.ops.topk import TopKPlan
 from gft.ops.triton.alike import Batch, by_eights, kind_of, padded, pick, pick_votes, shared_launches, votes_argument
 from gft.ops.triton.constants import constants_of
@@ -76,9 +76,9 @@ def _fields_set(word, WIDTH: tl.constexpr):
 def _move_kernel(stored, votes, flips, stride, rows, columns, bytes_a_row,
                  row_factor, column_factor, cap, threshold_share, follow, least, largest, p_min,  # a plan's
                  seed, step, noise_stream, call, noise_first,
-                 TOPK: tl.constexpr, THRESHOLD: tl.constexpr, PACKED: tl.constexpr, WIDTH: tl.constexpr,
-                 LARGEST: tl.constexpr, MEMORY_BITS: tl.constexpr, SPARE_BITS: tl.constexpr, INERTIA: tl.constexpr,
-                 BY_EIGHTS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, EIGHTHS: tl.constexpr,
+                 TOPK: tl.constexpr, THRESHOLD: tl.constexpr, SUITED: tl.constexpr, PACKED: tl.constexpr,
+                 WIDTH: tl.constexpr, LARGEST: tl.constexpr, MEMORY_BITS: tl.constexpr, SPARE_BITS: tl.constexpr,
+                 INERTIA: tl.constexpr, BY_EIGHTS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, EIGHTHS: tl.constexpr,
                  OVERLAPS: tl.constexpr, TABLE: tl.constexpr, WIDE: tl.constexpr):
     """A thread has eight weights side by side: one counter of noise, and one word of WIDTH bytes.
 
@@ -132,6 +132,8 @@ def _move_kernel(stored, votes, flips, stride, rows, columns, bytes_a_row,
     else:
         most = tl.load(cap)
         follow = tl.where(most > 0, follow, 0)  # at a lr of 0, which may have been on the device, nothing follows
+        if SUITED:
+            threshold_share = tl.load(threshold_share + layer * stride)
         dead_zone = (tl.full((1, 1), most, tl.float32) * threshold_share).to(tl.int32)
         # In two halves: what Triton knows to be one number it negates before it spreads it, but only where it sees a tensor
         # and its negative does it clamp in one instruction.
@@ -173,10 +175,11 @@ def _plan_arguments(plan: RoundingPlan | TopKPlan, unused: Tensor) -> tuple[tupl
     """The kernel's numbers and constants for either plan; in place of the other's numbers something that is not read."""
     if isinstance(plan, TopKPlan):
         numbers = unused, unused, unused, 0.0, 0, plan.least, plan.largest, plan.p_min
-        return numbers, {"TOPK": True, "THRESHOLD": False}
+        return numbers, {"TOPK": True, "THRESHOLD": False, "SUITED": False}
     cap = plan.cap if isinstance(plan.cap, Tensor) else on_device(plan.cap, unused)  # of a batch one for each
-    numbers = plan.row, plan.column, cap, float(plan.threshold_share), plan.follow, unused, unused, 0
-    return numbers, {"TOPK": False, "THRESHOLD": plan.threshold > 0}
+    share, suited = plan.threshold_share, isinstance(plan.threshold_share, Tensor)
+    numbers = plan.row, plan.column, cap, share if suited else float(share), plan.follow, unused, unused, 0
+    return numbers, {"TOPK": False, "THRESHOLD": suited or share > 0, "SUITED": suited}
 
 
 def _move(batch: Batch,
@@ -287,7 +290,8 @@ def _round_together(jobs: Sequence[RoundingJob], lr: float | Tensor) -> list[Rou
         some = [jobs[number] for number in numbers]
         first, (rows, columns) = some[0], some[0].votes.shape
         factors, moments = factors_of(some, some_sums, lr, key.step)
-        plan = RoundingPlan(factors, factors[:, rows:], factors[:, rows + columns], first.threshold, first.follow)
+        share = factors[:, rows + columns + 1] if first.threshold is None else first.threshold / CLIP
+        plan = RoundingPlan(factors, factors[:, rows:], factors[:, rows + columns], share, first.follow)
         flips = some_sums.view(-1, stride)[:, rows + columns + 2]
         batch = Batch([job.stored for job in some], [job.votes for job in some], [job.key.stream for job in some],
                       first.storage)
