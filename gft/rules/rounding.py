@@ -173,7 +173,8 @@ def levels_per_step(scale: float, bits: int, inputs: int, channels: int) -> floa
     The same lr is meant to serve layers of any width, bits and start. So a move is measured in weights, not in levels:
     0.35 · lr of what a weight is in a layer that preserves variance, 1/sqrt(inputs), however small the layer's own start
     is. And moves that agree with x add up over the inputs while the weights themselves add up at random, so relative to
-    its output a layer moves sqrt(inputs) times faster: divide by that, too, beyond 128 inputs.
+    its output a layer moves sqrt(inputs) times faster: divide by that, too, beyond 128 inputs. Of a convolution these are
+    the channels at one place of its kernel: what its places see of a picture differs.
     """
     size = min(1 / math.sqrt(inputs), LARGEST_GROWTH * scale / SPACING[bits])
     return SPACING[4] * size / scale * min(1.0, math.sqrt(REFERENCE_INPUTS / channels))

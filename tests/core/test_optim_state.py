@@ -32,6 +32,7 @@ def through_file(state):
 RUNS = {
     "memory": ({"rule": gft.Rounding(inertia=0.6), "vote": gft.Int4(), "lr": 0.35}, True),
     "packed": ({"rule": gft.Rounding(threshold=0.4, second_moment="running"), "vote": gft.Int8(), "lr": 0.6}, False),
+    "auto": ({"rule": gft.Rounding(threshold="auto"), "vote": gft.Int8(), "lr": 0.6}, True),
     "topk": ({"rule": gft.TopK(p_min=0.03), "vote": gft.Sign(per="sequence"), "lr": 0.5}, False),
     "no inertia": ({"rule": gft.Rounding(inertia=0.0), "vote": gft.Ternary(), "lr": 0.2}, True),
 }

@@ -78,8 +78,8 @@ def _move_kernel(stored, votes, flips, stride, rows, columns, bytes_a_row,
                  seed, step, noise_stream, call, noise_first,
                  TOPK: tl.constexpr, THRESHOLD: tl.constexpr, SUITED: tl.constexpr, PACKED: tl.constexpr,
                  WIDTH: tl.constexpr, LARGEST: tl.constexpr, MEMORY_BITS: tl.constexpr, SPARE_BITS: tl.constexpr,
-                 INERTIA: tl.constexpr, BY_EIGHTS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, EIGHTHS: tl.constexpr,
-                 OVERLAPS: tl.constexpr, TABLE: tl.constexpr, WIDE: tl.constexpr):
+                 INERTIA: tl.constexpr, BY_EIGHTS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
+                 EIGHTHS: tl.constexpr, OVERLAPS: tl.constexpr, TABLE: tl.constexpr, WIDE: tl.constexpr):
     """A thread has eight weights side by side: one counter of noise, and one word of WIDTH bytes.
 
     BY_EIGHTS: no row ends inside a word. EVEN: and none inside a program.
