@@ -95,7 +95,7 @@ class Tuning:
     def tried(self, line: Mapping[str, Any]) -> dict[str, Any]:
         name, _, settings = line["recipe"].partition("@")
         size, row = self.place_of(name)
-        return {"row": row, "size": size, "settings": {key: float(value) for key, _, value in (
+        return {"row": row, "size": size, "settings": {key: value_of(text) for key, _, text in (
             setting.partition("=") for setting in settings.split(","))}, "val": line["value"],
             **{key: line[key] for key in ("steps", "seed", "commit", "device", "torch")}}
 
@@ -113,13 +113,23 @@ class Tuning:
             longest = max(one["steps"] for one in every)
             fair = [one for one in every if one["steps"] == longest]
             best = min(fair, key=lambda one: sign * one["val"])
-            axes = {key: sorted({one["settings"][key] for one in fair if key in one["settings"]})
-                    for key in best["settings"]}
+            axes = {key: sorted({one["settings"][key] for one in fair if isinstance(one["settings"].get(key), float)})
+                    for key, value in best["settings"].items() if isinstance(value, float)}
             at_end = [key for key, values in axes.items()
                       if len(values) > 2 and best["settings"][key] in (values[0], values[-1])]
             found.setdefault(row, {})[size] = {"settings": best["settings"], "val": best["val"], "tried": len(fair),
                                                "steps": longest, "at_the_end_of_the_grid": at_end}
         return found
+
+
+def value_of(text: str) -> float | bool | str:
+    """A setting as JSON keeps it: integers.gain=true, integers.threshold=auto."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 # "lr" is a row's own; "blocks" the share of it that its blocks' matrices, or latents, take. Rows on a grid have a rate of

@@ -107,6 +107,20 @@ def test_rates_are_carried_to_other_widths_and_gfts_own_stays():
     assert ladder.with_chosen(plain, {}) == plain
 
 
+def test_settings_that_are_words_are_chosen_too():
+    def line(settings, value):
+        return {"recipe": f"wiki-ladder-10m-gft-4bit@{settings}", "value": value, "metric": "loss", "steps": 1, "seed": 0,
+                "commit": "", "device": "", "torch": ""}
+
+    chosen = LADDER.chosen([line("integers.lr=0.1,integers.gain=true,integers.threshold=auto", 3.7),
+                            line("integers.lr=0.2,integers.gain=false,integers.threshold=1", 3.8),
+                            line("integers.lr=0.4", 3.9)])
+    assert chosen["gft-4bit"]["10m"]["at_the_end_of_the_grid"] == ["integers.lr"]
+    for size in ("10m", "85m"):
+        integers = ladder.with_chosen(recipes.find(f"wiki-ladder-{size}-gft-4bit"), chosen).integers
+        assert (integers.lr, integers.gain, integers.threshold) == (0.1, True, "auto")
+
+
 def four(number):
     return float(f"{number:.4g}")
 
