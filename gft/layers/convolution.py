@@ -78,10 +78,6 @@ class QuantConvolution(QuantLayer):
         return (0,) * self.dims
 
     @property
-    def channels(self) -> int:
-        return self.in_channels // self.groups
-
-    @property
     def inputs(self) -> int:
         return self.in_channels
 

@@ -167,11 +167,6 @@ class QuantLayer(nn.Module):
         return self.columns
 
     @property
-    def channels(self) -> int:
-        """How many of these are of one token, or of one place of a kernel."""
-        return self.columns
-
-    @property
     def geometry(self) -> list[int]:
         """What y's shape follows from (product.output_shape)."""
         raise NotImplementedError

@@ -193,8 +193,8 @@ def test_lr_measures_a_move_in_weights_not_in_levels(bits):
         own = SPACING[bits] / math.sqrt(inputs)  # the scale of a layer that preserves variance
         wanted = 0.3 * SPACING[4] / math.sqrt(inputs) / growth
         for scale in (own, own / 3, own * 5):
-            assert 0.3 * levels_per_step(scale, bits, inputs, inputs) * scale == pytest.approx(wanted)
-        assert 0.3 * levels_per_step(own / 40, bits, inputs, inputs) * own / 40 == pytest.approx(wanted / 10)
+            assert 0.3 * levels_per_step(scale, bits, inputs) * scale == pytest.approx(wanted)
+        assert 0.3 * levels_per_step(own / 40, bits, inputs) * own / 40 == pytest.approx(wanted / 10)
 
 
 def test_lr_is_the_rms_move_in_levels_of_a_4_bit_layer_of_128_inputs():
