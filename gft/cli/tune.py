@@ -35,10 +35,15 @@ def tune(table: Annotated[str, typer.Argument(metavar="TABLE", help=" | ".join(T
     report = tuning_of(table).tune(out, rows, sizes, tries, settings, device, jobs)
     for row, by_size in report["chosen"].items():
         for size, best in by_size.items():
-            settings_of = ", ".join(f"{key}={value:g}" for key, value in best["settings"].items())
+            settings_of = ", ".join(f"{key}={shown(value)}" for key, value in best["settings"].items())
             beyond = best["at_the_end_of_the_grid"]
             more = f"; {' and '.join(beyond)} at the end of what was tried: try more" if beyond else ""
             say(f"{size} {row}: {settings_of} (val {best['val']:.4f}, best of {best['tried']}{more})")
     for error in report["diverged"]:
         say(f"Stopped: {error}")
     say(f"Written: {out / table / 'tuned.json'}")
+
+
+def shown(value: float | bool | str) -> str:
+    """A setting as --set takes it."""
+    return f"{value:g}" if isinstance(value, float) else str(value).lower()

@@ -6,8 +6,10 @@ import math
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import gft
+from gft.cli import app
 from gft.errors import UsageError
 from gft.lab import build, data, ladder, pages, recipes, tables, train
 from gft.lab.data.sonnets import SONNETS
@@ -105,6 +107,17 @@ def test_rates_are_carried_to_other_widths_and_gfts_own_stays():
     assert settings("30m-dqt-4bit") == (2e-3, 0.1, 3e-4)
     plain = recipes.find("wiki-ladder-85m-adamw")
     assert ladder.with_chosen(plain, {}) == plain
+
+
+def test_the_command_tries_settings_that_are_words_and_says_what_it_chose(text, tmp_path):
+    options = [part for setting in TINY for part in ("--set", setting)]
+    options += [part for axis in ("lr=0.1", "integers.gain=true", "integers.threshold=auto") for part in ("--try", axis)]
+    outcome = CliRunner().invoke(app, ["tune", "--rows", "gft-4bit", "--sizes", "10m", *options, "--device", "cpu", "--out",
+                                       str(tmp_path)])
+    assert outcome.exit_code == 0, outcome.output
+    assert "10m gft-4bit: integers.lr=0.1, integers.gain=true, integers.threshold=auto" in outcome.output.replace("\n", " ")
+    (line,) = (tmp_path / "wiki-ladder" / "tuning" / "runs.jsonl").read_text().splitlines()
+    assert json.loads(line)["config"]["integers"]["threshold"] == "auto"
 
 
 def test_settings_that_are_words_are_chosen_too():
