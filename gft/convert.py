@@ -26,6 +26,7 @@ from gft.layers import (
     quantized_layers,
     quantized_twin,
     some_names,
+    tell_branches,
     twin_of,
 )
 from gft.sharding import is_sharded
@@ -106,6 +107,7 @@ def quantize_(model: nn.Module, bits: int = 4, filter_fn: FilterFn | None = None
         _keep_frozen(model.get_submodule(name), twin)
         _replace(model, name, twin)
     number_layers(quantized_layers(model))
+    tell_branches(model)
     _leave_fused_paths(model)
     _tell_transformers(model)
     report(summary(model), everything=filter_fn is None)

@@ -263,7 +263,7 @@ class GFT(Optimizer):
             if (layer := one.layer()) is not None:
                 key = one.key(0, call, 0 if part is None else part.first_row * layer.columns)
                 weight = WeightStep(own_rows(parameter), beta, one.bound if bound is None else bound, layer.storage,
-                                    layer.scale_number(), key, one.second_moment, layer.fan_in, part)
+                                    layer.scale_number(), key, one.second_moment, layer.fan_in, layer.branches or 1, part)
                 by_device.setdefault(weight.stored.device, []).append((one, weight))
         for device, some in by_device.items():
             results = rule.step([weight for _, weight in some], self._graph.rate(group, device))

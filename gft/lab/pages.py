@@ -26,6 +26,7 @@ from gft.lab.bench import written
 from gft.lab.markdown import table
 from gft.lab.report import CONVOLUTION_COLUMNS, LADDER_COLUMNS
 from gft.lab.traffic import traffic_table
+from gft.lab.transfer import SIZES, place_of
 
 Row = Mapping[str, Any]  # of a table.json: all runs of one recipe
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,6 +44,7 @@ VARIANTS = {"": "with memory", "-packed": "packed", "-paper": "`gft.PAPER`"}
 HARDEST = ("Hybrid-2 2bit", "Quantized 2bit")  # of a table, the row with the fewest bits in the most places
 # What others published of the same network, for a reader who wonders about our full precision: nanoGPT's README, "best
 # validation loss", 5000 steps of 64 × 256 characters.
+DEFAULT_LR = 0.1  # of gft.GFT
 PUBLISHED = {"shakespeare-gpt": ("nanoGPT's README", 1.4697)}
 
 
@@ -337,9 +339,36 @@ def convolutions(results: Path) -> str:
     return "\n\n".join([table(list(CONVOLUTION_COLUMNS), lines), about_table(rows), *drawn])
 
 
+def transfer(results: Path) -> str:
+    """One lr for all widths and depths: loss on val by rate, and how far the default's is from the best."""
+    file = results / "transfer" / "tuning" / "runs.jsonl"
+    if not file.exists():
+        return "Not run yet: `gft tune transfer` writes it."
+    runs = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    losses: dict[tuple[str, str], dict[float, float]] = {}
+    for run in runs:
+        size, row = place_of(run["recipe"].partition("@")[0])
+        losses.setdefault((row, size), {})[run["config"]["integers"]["lr"]] = run["value"]
+    rates = sorted({rate for by_rate in losses.values() for rate in by_rate})
+    lines = []
+    for (row, size), by_rate in sorted(losses.items(), key=lambda one: (one[0][0], SIZES.index(one[0][1]))):
+        best = min(by_rate.values())
+        shown = {rate: f"**{loss:.3f}**" if loss == best else f"{loss:.3f}" for rate, loss in by_rate.items()}
+        behind = f"{by_rate[DEFAULT_LR] / best - 1:.1%}" if DEFAULT_LR in by_rate else ""
+        lines.append([spaced(row.removeprefix("gft-")).replace("-", ", "), size.replace("x", "×"),
+                      *(shown.get(rate, "") for rate in rates), behind])
+    asked = [f" --set {key}={once(str(run['config'][part][key]) for run in runs)}"
+             for part, key in (("data", "batch"), ("data", "context"), ("schedule", "steps"))]
+    return (table(["integers", "width × depth", *(f"lr {rate:g}" for rate in rates), "lr 0.1 behind the best"], lines)
+            + f"\n\nn = 1, seed {once(str(run['seed']) for run in runs)}, "
+            + ", ".join(f"{name} {once(str(run[key]) for run in runs)}".strip() for key, name in (
+                ("commit", "commit"), ("device", ""), ("torch", "torch"))) + f": `gft tune transfer{''.join(asked)}`.")
+
+
 PAGES: dict[str, Callable[[Path], str]] = {
     "wiki-ladder": wiki_ladder,
     "convolutions": convolutions,
+    "transfer": transfer,
     "headline": headline,
     "summary": summary,
     **{name: lambda results, name=name: paper_table(results, name) for name in TABLES},

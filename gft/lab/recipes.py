@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gft.errors import UsageError
-from gft.lab import convolutions, ladder
+from gft.lab import convolutions, ladder, transfer
 from gft.lab import data as datasets
 from gft.lab.recipe import PAPERS_RULE, Data, Dense, Integers, Model, Recipe, Schedule
 
@@ -203,6 +203,7 @@ def _all() -> Iterator[Recipe]:
     yield from baselines_rows()
     yield from ladder.recipes()
     yield from convolutions.recipes()
+    yield from transfer.recipes()
     for key in (("none", 32), ("hidden", 4), ("all", 2)):
         yield digits(*key)
     for key in (("none", 32), ("mlp", 4), ("blocks", 2)):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gft.errors import UsageError
-from gft.lab import convolutions, ladder, tables
+from gft.lab import convolutions, ladder, tables, transfer
 from gft.lab.recipe import Recipe
 from gft.lab.recipes import RECIPES
 from gft.lab.records import write_json, write_lines
@@ -147,7 +147,10 @@ CONVOLUTIONS = Tuning(
      "sgd": {"lr": ("0.02", "0.05", "0.1", "0.2", "0.4"), "dense.weight_decay": ("1e-4", "5e-4", "2e-3")},
      "gft": {"lr": ("0.025", "0.05", "0.1", "0.2", "0.4")}},
     tuned=convolutions.FLOATS, at=convolutions.SIZES)
-TUNINGS = {tuning.table: tuning for tuning in (LADDER, CONVOLUTIONS)}
+TRANSFER = Tuning(
+    transfer.TABLE, transfer.TABLE, transfer.SIZES, transfer.ROWS, transfer.place_of,
+    {"gft": {"lr": ("0.025", "0.05", "0.1", "0.2", "0.4")}}, tuned=("gft-4bit", "gft-2bit"), at=transfer.SIZES)
+TUNINGS = {tuning.table: tuning for tuning in (LADDER, CONVOLUTIONS, TRANSFER)}
 
 
 def tuning_of(table: str) -> Tuning:

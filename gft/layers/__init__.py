@@ -37,6 +37,7 @@ from gft.layers.parameters import (
     some_names,
 )
 from gft.layers.registry import layer_of
+from gft.layers.residual import tell_branches
 from gft.layers.twins import (
     NOT_CHOSEN,
     QUANTIZED,
@@ -52,4 +53,4 @@ __all__ = ["COMPUTE", "EIGHT_BITS", "NOT_CHOSEN", "QUANTIZED", "FilterFn", "Quan
            "QuantConvTranspose1d", "QuantConvTranspose2d", "QuantConvTranspose3d", "QuantConvolution", "QuantExperts",
            "QuantLayer", "QuantLinear", "QuantMultiheadAttention", "check_compute", "check_filter", "check_model", "dense",
            "float_twin", "is_transposed_linear", "layer_of", "names_by_parameter", "number_layers", "quantized",
-           "quantized_layers", "quantized_twin", "some_names", "transposed_linear", "twin_of", "why_float"]
+           "quantized_layers", "quantized_twin", "some_names", "tell_branches", "transposed_linear", "twin_of", "why_float"]

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from gft import ops
-from gft.errors import UsageError, UsageTypeError
+from gft.errors import UsageError, UsageTypeError, shortened
 from gft.initialize import STARTS, fitted_scale, groups_a_row, in_levels, kept_scale, scale_of
 from gft.layers import reading
 from gft.layers.computing import EIGHT_BITS, check_compute
@@ -62,6 +62,7 @@ class QuantLayer(nn.Module):
     transposed = False  # are the rows of the weight features of x, not of y?
     multiplies_tokens = False  # is its product one of tokens by a matrix, which 8-bit numbers can take?
     _compute: str | None = None
+    _branches: int | None = None
 
     def __init__(self, float_shape: tuple[int, ...], storage: Storage, *, bias: bool = False, gain: bool = False,
                  scales: str | int = "tensor", device: torch.device | str | None = None,
@@ -160,6 +161,20 @@ class QuantLayer(nn.Module):
     def outputs(self) -> int:
         """Features of y."""
         return self.rows
+
+    @property
+    def branches(self) -> int | None:
+        """How many branches add to the residual stream that this layer's output is added to, by whose root its moves are
+        divided; None: it adds to none. Found by `gft.quantize_` and `gft.quantized` (layers/residual.py), unless it is set
+        here: to 1 where they took a layer for one that adds and it is not."""
+        return self._branches
+
+    @branches.setter
+    def branches(self, branches: int | None) -> None:
+        if branches is not None and (isinstance(branches, bool) or not isinstance(branches, int) or branches < 1):
+            raise UsageError(f"branches={shortened(branches)}: give how many add to the layer's residual stream, at least "
+                             "1, or None")
+        self._branches = branches
 
     @property
     def fan_in(self) -> int:
@@ -475,7 +490,8 @@ class QuantLayer(nn.Module):
         gain = ", gain=True" if self.log_gain is not None else ""
         scales = "" if self.scale.dim() == 0 else f", scales={'row' if self.scale.shape[1] == 1 else self.group!r}"
         compute = "" if self._compute is None else f", compute={self._compute!r}"
-        return f"bits={self.bits}, {kept}{scales}, bias={self.bias is not None}{gain}{compute}"
+        branches = "" if self.branches is None else f", branches={self.branches}"
+        return f"bits={self.bits}, {kept}{scales}, bias={self.bias is not None}{gain}{compute}{branches}"
 
     # ------------------------------------------------------------------ state_dict
 

@@ -9,6 +9,7 @@ from torch import nn
 from gft.errors import UsageError, UsageTypeError
 from gft.layers.layer import QuantLayer
 from gft.layers.registry import register
+from gft.layers.residual import tell_branches
 
 FilterFn = Callable[[nn.Module, str], bool]  # of a layer and its name: is it meant?
 
@@ -55,6 +56,7 @@ def quantized(model: nn.Module, filter_fn: FilterFn | None = None) -> list[nn.Pa
     for layer in layers.values():
         register(layer)
     number_layers(layers)
+    tell_branches(model)
     chosen = [layer for name, layer in layers.items() if filter_fn is None or filter_fn(layer, name)]
     if not chosen:
         raise UsageError(f"filter_fn chose none of the model's quantized layers ({some_names(list(layers))}); widen it")

@@ -127,7 +127,8 @@ class Rounding(Rule):
     def job(self, weight: WeightStep) -> RoundingJob:
         """What the operations need to move one weight."""
         storage, threshold = weight.storage, self.threshold_for(weight.storage)
-        levels = levels_per_step(weight.scale, storage.bits, weight.fan_in or weight.votes.shape[1])
+        inputs = weight.fan_in or weight.votes.shape[1]
+        levels = levels_per_step(weight.scale, storage.bits, inputs, weight.branches)
         levels *= 1.0 if storage.memory_bits else PACKED_LR
         runs = self._keeps_second_moment(storage)
         return RoundingJob(weight.stored, weight.votes, storage, weight.key,
@@ -166,16 +167,17 @@ def _round_parts(some: Sequence[tuple[RoundingJob, Part | None]], lr: float | Te
         yield ops.round_some_rows(whole, job, lr)
 
 
-def levels_per_step(scale: float, bits: int, inputs: int) -> float:
+def levels_per_step(scale: float, bits: int, inputs: int, branches: int = 1) -> float:
     """The rms move of a weight at lr = 1, in levels of its own grid.
 
     The same lr is meant to serve layers of any width, bits and start. So a move is measured in weights, not in levels:
     0.35 · lr of what a weight is in a layer that preserves variance, 1/sqrt(inputs), however small the layer's own start
     is. And moves that agree with x add up over the inputs while the weights themselves add up at random, so relative to
-    its output a layer moves sqrt(inputs) times faster: divide by that, too, beyond 128 inputs.
+    its output a layer moves sqrt(inputs) times faster: divide by that, too, beyond 128 inputs. Layers that add to one
+    residual stream have their moves added up there, so each of them moves by 1/sqrt(branches) (layers/residual.py).
     """
     size = min(1 / math.sqrt(inputs), LARGEST_GROWTH * scale / SPACING[bits])
-    return SPACING[4] * size / scale * min(1.0, math.sqrt(REFERENCE_INPUTS / inputs))
+    return SPACING[4] * size / scale * min(1.0, math.sqrt(REFERENCE_INPUTS / inputs)) / math.sqrt(branches)
 
 
 def rms_beyond(threshold: float) -> float:

@@ -49,6 +49,7 @@ class WeightStep:
     key: NoiseKey  # this weight's random numbers in this step
     second_moment: Tensor | None = None  # (rows + columns + 1,) what the rule has returned in the step before
     fan_in: int | None = None  # how many products an output sums; None: as many as there are columns
+    branches: int = 1  # how many layers' outputs are added to the residual stream that this one's is added to
     part: Part | None = None  # where `stored` and `votes` are some rows only; key and second_moment are of the whole
 
     def levels(self) -> Tensor:
