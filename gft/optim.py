@@ -66,9 +66,9 @@ class GFT(Optimizer):
     """Trains the integer weights of `gft.quantized(model)` by votes.
 
     lr: For gft.Rounding the rms move of a weight a step, in levels, for a 4-bit layer of 128 inputs; other bits,
-        widths and starts are scaled so that the same lr suits them (rules/rounding.py). At 0 nothing moves; near 1 a weight
-        crosses the grid in a few steps and training never settles. Packed weights take half of it. For gft.TopK it is the
-        paper's k, the fraction of weights that may move: at 0 none, at 1 all. Let a scheduler bring it to 0 in both.
+        widths, starts and depths are scaled so that the same lr suits them (rules/rounding.py). At 0 nothing moves; near 1 a
+        weight crosses the grid in a few steps and training never settles. Packed weights take half of it. For gft.TopK it is
+        the paper's k, the fraction of weights that may move: at 0 none, at 1 all. Let a scheduler bring it to 0 in both.
     rule: how votes move weights: gft.Rounding(…), or the paper's gft.TopK(…). A setting of the rule that a weight could only
         ignore is refused; give weights that need other settings a param group of their own.
     vote: how x and grad_output are quantized: gft.Int8(), Int4(), Ternary() or the paper's Sign(…).
