@@ -48,7 +48,7 @@ class Size:
     context: int = 256
     steps: int = 20
     bits: int = 2
-    lr: float = 0.003
+    lr: float = 0.1
     dense_lr: float = 5e-5
 
     @property
@@ -66,7 +66,7 @@ class Size:
         return self.sequences * self.context
 
 
-SMALL = Size(width=64, depth=2, context=32, lr=0.1, dense_lr=3e-4)
+SMALL = Size(width=64, depth=2, context=32, dense_lr=3e-4)
 
 
 def size_for(billions: float, width: int = 16384, **rest: Any) -> Size:
