@@ -152,12 +152,12 @@ def sum_over(ranks: Ranks, tensors: Iterable[Tensor]) -> None:
 def fingerprint(layers: Iterable[Any],
                 column_sums: Iterable[Tensor],  # of each layer's stored weight
                 settings: Iterable[Mapping[str, Any]]) -> int:
-    """A number that differs where weights, their scales or a group's settings do."""
+    """A number that differs where weights, their scales, what divides their moves or a group's settings do."""
     parts: list[Any] = [sorted((key, float(value) if isinstance(value, Tensor) else value) for key, value in group.items())
                         for group in settings]
     for layer, sums in zip(layers, column_sums, strict=True):
         scales, columns = (tensor.cpu().numpy().tobytes() for tensor in (layer.scale, sums))
-        parts.append((layer.float_shape, layer.storage, zlib.crc32(scales), zlib.crc32(columns)))
+        parts.append((layer.float_shape, layer.storage, layer.branches, zlib.crc32(scales), zlib.crc32(columns)))
     return zlib.crc32(repr(parts).encode())
 
 

@@ -65,15 +65,16 @@ def test_counts_say_who_has_votes_and_how_long_the_scales_are():
 
 
 def test_fingerprints_differ_by_weight_order_and_setting():
-    def number(seed: int = 0, swap: bool = False, **settings) -> int:
+    def number(seed: int = 0, swap: bool = False, branches: int | None = None, **settings) -> int:
         model = integer_net(seed=seed)
         if swap:
             model[0].qweight.data = model[0].qweight.data.flip(1)
+        model[0].branches = branches
         layers = quantized_layers(model).values()
         return fingerprint(layers, [column_sums(layer.qweight) for layer in layers], [{"lr": 0.1, "seed": 3, **settings}])
 
     assert number() == number() == number(lr=torch.tensor(0.1, dtype=torch.float64))
-    assert len({number(), number(seed=1), number(swap=True), number(lr=0.2), number(step=1)}) == 5
+    assert len({number(), number(seed=1), number(swap=True), number(branches=2), number(lr=0.2), number(step=1)}) == 6
 
 
 def test_a_group_that_comes_or_goes_later_is_refused(monkeypatch, refuses):
