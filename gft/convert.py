@@ -2,7 +2,6 @@
 
 import importlib
 import logging
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from gft.layers import (
     check_filter,
     check_model,
     float_twin,
+    is_norm,
     names_by_parameter,
     number_layers,
     quantized_layers,
@@ -154,9 +154,8 @@ def dequantize_(model: nn.Module) -> nn.Module:
 
 
 def has_norms(model: nn.Module) -> bool:
-    """Is there a normalisation layer, torch's own or another's (LayerNorm, BatchNorm2d, LlamaRMSNorm)? The word "norm" must
-    end or be followed by another word: Normalize prepares images."""
-    return any(re.search(r"[Nn]orm(?![a-z])", type(module).__name__) for module in model.modules())
+    """Is there a normalisation layer?"""
+    return any(is_norm(module) for module in model.modules())
 
 
 def _shared_weights(model: nn.Module, chosen: list[tuple[str, nn.Module]]) -> dict[str, tuple[str, str]]:

@@ -8,11 +8,12 @@ stream moves B times as far as by one of them. Layers that read it are not so: w
 adds. So layers that add take their moves by 1/sqrt(B) (rules/rounding.py), as GPT-2 starts them by 1/sqrt(B).
 
 Nothing in a module says that its output is added to something. What is taken for a stream is a list of at least two like
-blocks, as every implementation of a transformer has it. Of a block, the width of the stream is what its first matrix reads,
-and the matrices that give as much out are those that add: of several that both read and give it, as q, k, v and out of
-attention, the last one of their part of the block.
+blocks with norms in them, as every implementation of a transformer has it. The stream is as wide as what a block's first
+matrix reads, and the matrices that give as much out add to it. Of attention's q, k, v and out several may both read and give
+it: of these the last adds, and none in a part of a block where another layer gives as much out of something else.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -43,7 +44,8 @@ def count_branches(model: nn.Module) -> dict[str, int]:
     """Name -> how many branches add to the stream that this linear layer adds to; of layers that add to none nothing."""
     matrices = list(_matrices(model))
     found: dict[str, int] = {}
-    for blocks in _stacks(matrices):
+    normed = {place[:2] for name, module in model.named_modules() if is_norm(module) for place in _places(name)}
+    for blocks in _stacks(matrices, normed):
         adding = [_adding(block) for block in blocks]
         branches = sum(len(set(parts.values())) for parts in adding)
         found |= {name: branches for parts in adding for name in parts}
@@ -56,6 +58,12 @@ def tell_branches(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, QuantLayer) and module.branches is None:
             module.branches = branches.get(name)
+
+
+def is_norm(module: nn.Module) -> bool:
+    """A normalisation layer, torch's own or another's (LayerNorm, BatchNorm2d, LlamaRMSNorm)? The word "norm" must end or be
+    followed by another word: Normalize prepares images."""
+    return re.search(r"[Nn]orm(?![a-z])", type(module).__name__) is not None
 
 
 def _matrices(model: nn.Module) -> Iterator[Matrix]:
@@ -74,17 +82,16 @@ def _places(name: str) -> Iterator[Place]:
             yield Place(".".join(parts[:at]), part, ".".join(parts[at + 1 :]))
 
 
-def _stacks(matrices: list[Matrix]) -> Iterator[list[list[Matrix]]]:
-    """The lists of like blocks, each as its blocks' matrices: names from the block on inwards are kept in front.
-
-    A layer belongs to the outermost list in which at least two blocks of several matrices are alike."""
+def _stacks(matrices: list[Matrix], normed: set[tuple[str, ...]]) -> Iterator[list[list[Matrix]]]:
+    """The lists of like blocks, each as its blocks' matrices. A layer belongs to the outermost list in which at least two
+    blocks are alike; blocks are of several matrices and, as (stack, block), among those with a norm."""
     by_stack: dict[str, dict[str, list[tuple[str, Matrix]]]] = {}
     for matrix in matrices:
         for place in _places(matrix.name):
             by_stack.setdefault(place.stack, {}).setdefault(place.block, []).append((place.inside, matrix))
     taken: list[str] = []
     for stack in sorted(by_stack, key=lambda name: name.count(".") if name else -1):
-        blocks = [block for block in by_stack[stack].values() if len(block) > 1]
+        blocks = [block for number, block in by_stack[stack].items() if len(block) > 1 and (stack, number) in normed]
         kinds = Counter(tuple((inside, matrix.inputs, matrix.outputs) for inside, matrix in block) for block in blocks)
         inner = any(stack == outer or stack.startswith(f"{outer}.") or not outer for outer in taken)
         if not inner and any(count > 1 for count in kinds.values()):
@@ -98,9 +105,10 @@ def _adding(block: list[Matrix]) -> dict[str, str]:
     prefix = _common_prefix([matrix.name for matrix in block])
     width = block[0].inputs
     giving = [(matrix, _part(matrix.name, prefix)) for matrix in block if matrix.outputs == width]
-    last = {part: matrix.name for matrix, part in giving if matrix.inputs == width}  # of a part's q, k, v and out
+    ended = {part for matrix, part in giving if part and matrix.inputs != width}
+    last = {part: matrix.name for matrix, part in giving if matrix.inputs == width}
     return {matrix.name: part or matrix.name for matrix, part in giving
-            if matrix.inputs != width or matrix.name == last[part]}
+            if matrix.inputs != width or (part not in ended and matrix.name == last[part])}
 
 
 def _common_prefix(names: list[str]) -> int:

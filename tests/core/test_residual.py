@@ -1,5 +1,7 @@
 """Which layers add to a residual stream, and that they move by less the more of them there are."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -15,16 +17,17 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
-        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(12, 8)
 
 
 class Parts(nn.Module):
-    """The same as two modules, attention's keys being fewer and its output registered first."""
+    """The same as two modules, one layer for queries, keys and values."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
-        self.attention = nn.ModuleDict({"out": nn.Linear(width, width), "q_and_k": nn.Linear(width, 3 * width)})
+        self.attention = nn.ModuleDict({"qkv": nn.Linear(width, 3 * width), "out": nn.Linear(width, width)})
         self.mlp = nn.Sequential(nn.Linear(width, 12), nn.GELU(), nn.Linear(12, width))
+        self.norm = nn.RMSNorm(width)
 
 
 def model_of(*blocks: nn.Module) -> nn.Module:
@@ -38,6 +41,17 @@ def test_layers_that_end_a_branch_of_like_blocks_add_to_the_stream():
         f"blocks.{number}.{name}": 4 for number in range(2) for name in ("attention.out", "mlp.2")}
 
 
+@pytest.mark.parametrize("attention", [
+    {"out": nn.Linear(8, 8), "qkv": nn.Linear(8, 24)},  # Phi-3
+    {"q": nn.Linear(8, 16), "k": nn.Linear(8, 8), "v": nn.Linear(8, 8), "out": nn.Linear(16, 8)}],  # Qwen3 of 0.6B
+    ids=["output first", "keys as wide as the stream"])
+def test_of_attention_its_output_alone_adds(attention):
+    blocks = [Parts(), Parts()]
+    for block in blocks:
+        block.attention = nn.ModuleDict(copy.deepcopy(attention))
+    assert list(count_branches(nn.ModuleList(blocks))) == ["0.attention.out", "0.mlp.2", "1.attention.out", "1.mlp.2"]
+
+
 def test_each_stage_of_a_model_is_a_stream_of_its_own():
     stages = nn.ModuleList(nn.ModuleDict({"blocks": nn.ModuleList(Parts(width) for _ in range(count))})
                            for width, count in ((8, 2), (16, 3)))
@@ -47,8 +61,9 @@ def test_each_stage_of_a_model_is_a_stream_of_its_own():
 
 @pytest.mark.parametrize("model", [
     nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)), model_of(Block()),
-    nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)), nn.Linear(8, 8)],
-    ids=["plain layers", "one block", "convolutions", "one layer"])
+    nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)), nn.Linear(8, 8),
+    nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)) for _ in range(3))],
+    ids=["plain layers", "one block", "convolutions", "one layer", "heads without norms"])
 def test_where_no_blocks_repeat_nothing_is_taken_for_a_stream(model):
     assert not count_branches(model)
 
