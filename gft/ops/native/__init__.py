@@ -31,6 +31,7 @@ from gft.ops.native.interface import (
     LevelsJob,
     MoveJob,
     Parts,
+    ProductJob,
     QuantizeJob,
     SquaresJob,
     ToIntJob,
@@ -57,7 +58,7 @@ def twins() -> dict[str, Callable[..., Any]]:
     """The operations that C does, by name; none where it cannot be built."""
     if library() is None:
         return {}
-    offered = (quantize, float_levels, votes_product, sums_of_squares, rounding_plan, round_weights, topk_weights)
+    offered = (quantize, float_levels, linear, linear_back, votes_product, sums_of_squares, rounding_plan, round_weights, topk_weights)
     return {function.__name__: function for function in offered}
 
 
@@ -77,8 +78,8 @@ def _threads(count: int) -> ThreadPoolExecutor:
 
 @cache
 def _parallel() -> Callable[..., None] | None:
-    """GOMP_parallel of the OpenMP that torch has loaded. Its threads still wait, wide awake, for torch's next operation: others
-    would have to share the processor with them, and be woken first."""
+    """GOMP_parallel of the OpenMP that torch has loaded. Its threads still wait, wide awake, for torch's next operation:
+    others would have to share the processor with them, and be woken first."""
     if not torch.backends.openmp.is_available():
         return None
     try:
@@ -188,6 +189,35 @@ def float_levels(stored: Tensor, storage: Storage, columns: int, dtype: torch.dt
 
 
 # ---------------------------------------------------------------------------------------------------- products
+
+
+def linear(x: Tensor, stored: Tensor, storage: Storage, scaling: Scaling = PLAIN) -> Tensor:
+    """x · weight^T (products.linear)."""
+    checks.check_stored(stored, storage, x.shape[1])
+    return _product(_functions().gft_forward, x, stored, storage, x.shape[1], len(stored), scaling)
+
+
+def linear_back(grad_output: Tensor, stored: Tensor, storage: Storage, columns: int, scaling: Scaling = PLAIN) -> Tensor:
+    """grad_output · weight (products.linear_back)."""
+    checks.check_stored(stored, storage, columns)
+    return _product(_functions().gft_backward, grad_output, stored, storage, columns, columns, scaling)
+
+
+def _product(work: Any, x: Tensor, stored: Tensor, storage: Storage, columns: int, width: int, scaling: Scaling) -> Tensor:
+    """Either product, `width` wide, with the weight read out on the way."""
+    checks.check_scaling(scaling, stored, columns)
+    functions = _functions()
+    tile, panel = functions.gft_product_rows(), functions.gft_product_columns()
+    if tile == 0 or x.dtype is not torch.float32 or scaling.by_group is not None or not (x.numel() and stored.numel()):
+        return NotImplemented
+    (tokens, depth), x, stored = x.shape, x.contiguous(), stored.contiguous()
+    tiles, out = -(-tokens // tile), torch.empty(tokens, width)
+    packed = torch.empty(tiles * tile * depth)
+    job = ProductJob(x.data_ptr(), packed.data_ptr(), stored.data_ptr(), out.data_ptr(), float(scaling.factors()), tokens,
+                     depth, columns, len(stored), c_storage(storage))
+    _side_by_side(functions.gft_pack_floats, job, tiles, x.numel())
+    _side_by_side(work, job, -(-width // panel), tokens * width)
+    return out
 
 
 def votes_product(grad_output: Tensor, x: Tensor, into: Tensor | None = None, means: Sequence[MeanSquare] = ()) -> Tensor:
