@@ -382,7 +382,8 @@ class QuantLayer(nn.Module):
         self.check_input(x)
         return self.multiplied(x, ops.float_levels(*self.to_read(self.qweight, log_gain, x)), log_gain)
 
-    def stored_product_back(self, grad_output: Tensor, stored: Tensor, log_gain: Tensor | None, x_shape: torch.Size) -> Tensor:
+    def stored_product_back(self, grad_output: Tensor, stored: Tensor, log_gain: Tensor | None,
+                            x_shape: torch.Size) -> Tensor:
         """grad_output · weight, read out for it likewise: x's gradient."""
         weight = ops.float_levels(*self.to_read(stored, log_gain, grad_output, of_grad=True))
         return self.multiplied_back(grad_output, weight, log_gain, x_shape)

@@ -79,7 +79,8 @@ class QuantLinear(QuantLayer):
             y = (y * scale[:, None]).to(x.dtype)
         return y.view(*x.shape[:-1], self.rows)
 
-    def stored_product_back(self, grad_output: Tensor, stored: Tensor, log_gain: Tensor | None, x_shape: torch.Size) -> Tensor:
+    def stored_product_back(self, grad_output: Tensor, stored: Tensor, log_gain: Tensor | None,
+                            x_shape: torch.Size) -> Tensor:
         if not self.reads_inside(grad_output):
             return super().stored_product_back(grad_output, stored, log_gain, x_shape)
         rows = grad_output.reshape(-1, self.rows)

@@ -46,8 +46,8 @@ from gft.ops.windows import Unfolded, Window, depthwise_votes, patches
 
 __all__ = ["FEW_ROWS", "FP8", "INT8", "PLAIN", "MeanSquare", "Operation", "Preparer", "Quantized", "Rounded", "RoundingJob",
            "RoundingPlan", "Scaling", "StoredWeight", "Tokens", "TopKPlan", "Unfolded", "Window", "along_levels",
-           "depthwise_votes", "float_levels", "grouped_votes_product", "kth_largest", "linear", "linear_back", "mean_square", "multiply",
-           "multiply_tokens", "pack_fields", "patches", "preparer", "quantize", "read_and_quantize", "round_many",
-           "round_some_rows", "round_tokens", "round_weights", "rounding_plan", "runs_of", "sequence_votes",
-           "sequence_votes_and_counts", "sums_of_squares", "take_mean", "times_factors", "tokens_last", "topk_plan",
-           "topk_plan_of_rows", "topk_weights", "twins", "unpack_fields", "votes_product"]
+           "depthwise_votes", "float_levels", "grouped_votes_product", "kth_largest", "linear", "linear_back",
+           "mean_square", "multiply", "multiply_tokens", "pack_fields", "patches", "preparer", "quantize",
+           "read_and_quantize", "round_many", "round_some_rows", "round_tokens", "round_weights", "rounding_plan",
+           "runs_of", "sequence_votes", "sequence_votes_and_counts", "sums_of_squares", "take_mean", "times_factors",
+           "tokens_last", "topk_plan", "topk_plan_of_rows", "topk_weights", "twins", "unpack_fields", "votes_product"]

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from gft.ops import checks
 from gft.ops.activations import LARGEST_SQUARED, MeanSquare, Quantized, take_mean
@@ -40,7 +41,7 @@ from gft.ops.native.interface import (
     c_storage,
     filled,
 )
-from gft.ops.products import EXACT_IN_FLOAT32
+from gft.ops.products import EXACT_IN_FLOAT32, FEW_ROWS
 from gft.ops.rounding import CLIP, RoundingJob, RoundingPlan, share_of_newest, suited
 from gft.ops.topk import TopKPlan
 from gft.philox import NoiseKey
@@ -51,6 +52,7 @@ LEAST_A_THREAD = 1 << 15  # elements; fewer do not repay waking a thread
 PARTS_A_THREAD = 4  # taken one by one: a thread that is held up leaves its share to the others
 ROWS_OF_VOTES = 64  # as many as native.c packs at once
 NOT_REUSED = 1 << 18  # bytes; a block this large may go back to the system when it is freed (glibc), and be new each time
+MOST_IDLE = 1024  # loans; a step of a large network takes some hundred
 HUGE_PAGES = 1 << 22  # bytes; in a block this large there are some, wherever it begins
 
 
@@ -58,7 +60,8 @@ def twins() -> dict[str, Callable[..., Any]]:
     """The operations that C does, by name; none where it cannot be built."""
     if library() is None:
         return {}
-    offered = (quantize, float_levels, linear, linear_back, votes_product, sums_of_squares, rounding_plan, round_weights, topk_weights)
+    offered = (quantize, float_levels, linear, linear_back, votes_product, sums_of_squares, rounding_plan, round_weights,
+               topk_weights)
     return {function.__name__: function for function in offered}
 
 
@@ -123,27 +126,40 @@ def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return memory
 
 
-class _Scratch:
-    """Memory kept for large tensors that live for one product only, one at a time: new memory is cleared first."""
+class _Block:
+    """A piece of kept memory, and who has it."""
 
-    def __init__(self) -> None:
-        self.memory, self.lock = torch.empty(0), threading.Lock()
+    def __init__(self, nbytes: int) -> None:
+        self.memory, self.idle = _empty((nbytes,), torch.uint8), 0  # the latter: loans of others since it was lent
         self.borrower: Callable[[], Any] = lambda: None
 
-    def borrow(self, shape: Sequence[int]) -> Tensor:
-        """An empty float32 tensor; in new memory while the one before, or a view of it, is alive."""
-        elements = math.prod(shape)
-        if elements * 4 < NOT_REUSED:
-            return torch.empty(shape, dtype=torch.float32)
+
+class _Scratch:
+    """Memory kept for large tensors that are soon gone and needed anew: the system clears what it hands out, page by page.
+    A block is lent to one tensor at a time, and let go of when nobody has wanted it for long."""
+
+    def __init__(self) -> None:
+        self.blocks: list[_Block] = []
+        self.lock = threading.Lock()
+
+    def borrow(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+        """An empty tensor; in memory of another only when that one, and all views of it, are gone."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes < NOT_REUSED:
+            return torch.empty(shape, dtype=dtype)
         with self.lock:
-            if self.borrower() is not None:
-                return _empty(shape, torch.float32)
-            if self.memory.numel() < elements:
-                self.memory = _empty((elements,), torch.float32)
+            free = [block for block in self.blocks if block.borrower() is None]
+            for block in free:
+                block.idle += 1
+            fitting = [block for block in free if nbytes <= block.memory.nbytes <= 2 * nbytes]
+            block = min(fitting, key=lambda block: block.memory.nbytes) if fitting else _Block(nbytes)
+            block.idle = 0
+            kept = (one for one in self.blocks if one is not block and one.idle < MOST_IDLE)
+            self.blocks = [*kept, block]
             # Every tensor made from this array keeps it alive, so its end is theirs.
-            array = self.memory.numpy()[:elements]
-            self.borrower = weakref.ref(array)
-            return torch.from_numpy(array).view(*shape)
+            array = block.memory.numpy()[:nbytes]
+            block.borrower = weakref.ref(array)
+            return torch.from_numpy(array).view(dtype).view(*shape)
 
 
 _scratch = _Scratch()
@@ -203,16 +219,23 @@ def linear_back(grad_output: Tensor, stored: Tensor, storage: Storage, columns: 
     return _product(_functions().gft_backward, grad_output, stored, storage, columns, columns, scaling)
 
 
+def _is_plain(x: Tensor) -> bool:
+    """Has x numbers in memory, and nothing that torch would have to carry through a product of it (vmap, jvp, gradients)?"""
+    return not (torch._C._functorch.is_functorch_wrapped_tensor(x) or forward_ad._current_level >= 0
+                or (x.requires_grad and torch.is_grad_enabled()))
+
+
 def _product(work: Any, x: Tensor, stored: Tensor, storage: Storage, columns: int, width: int, scaling: Scaling) -> Tensor:
     """Either product, `width` wide, with the weight read out on the way."""
     checks.check_scaling(scaling, stored, columns)
     functions = _functions()
     tile, panel = functions.gft_product_rows(), functions.gft_product_columns()
-    if tile == 0 or x.dtype is not torch.float32 or scaling.by_group is not None or not (x.numel() and stored.numel()):
+    fits = tile > 0 and len(x) > FEW_ROWS and x.dtype is torch.float32 and scaling.by_group is None
+    if not fits or not x.numel() or not stored.numel() or not _is_plain(x):
         return NotImplemented
     (tokens, depth), x, stored = x.shape, x.contiguous(), stored.contiguous()
     tiles, out = -(-tokens // tile), torch.empty(tokens, width)
-    packed = torch.empty(tiles * tile * depth)
+    packed = _scratch.borrow((tiles * tile * depth,))
     job = ProductJob(x.data_ptr(), packed.data_ptr(), stored.data_ptr(), out.data_ptr(), float(scaling.factors()), tokens,
                      depth, columns, len(stored), c_storage(storage))
     _side_by_side(functions.gft_pack_floats, job, tiles, x.numel())
@@ -235,7 +258,7 @@ def votes_product(grad_output: Tensor, x: Tensor, into: Tensor | None = None, me
     (tokens, rows), columns = grad_output.shape, x.shape[1]
     panels, group = -(-columns // panel), functions.gft_group_tokens()
     packed = torch.empty(panels * panel, -(-tokens // group), group, dtype=torch.uint8)
-    votes = _empty((rows, columns), torch.int32)
+    votes = _scratch.borrow((rows, columns), torch.int32)
     job = VotesJob(grad_output.data_ptr(), x.data_ptr(), packed.data_ptr(), votes.data_ptr(), tokens, rows, columns)
     _side_by_side(functions.gft_pack_x, job, panels, x.numel())
     _side_by_side(functions.gft_votes, job, rows, votes.numel(), ROWS_OF_VOTES)

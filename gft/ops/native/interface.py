@@ -66,7 +66,7 @@ def c_storage(storage: Storage) -> CStorage:
 
 
 def c_key(key: NoiseKey) -> CKey:
-    return filled(CKey, key)
+    return CKey(key.seed, key.first, int(key.step), key.stream, key.call)
 
 
 def job(name: str, *fields: tuple[str, Any]) -> type[ctypes.Structure]:
