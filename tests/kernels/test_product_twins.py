@@ -188,3 +188,64 @@ def test_votes_along_the_levels_are_summed_on_their_scales(triton_twins, shape):
     assert float(got) == pytest.approx(float(sizes.sum()), abs=1e-5 * float(sizes.abs().sum()))
     by_definition = ops.along_levels.definition(votes, levels, row, column)
     assert float(got) == pytest.approx(float(by_definition), abs=1e-5 * float(sizes.abs().sum()))
+
+
+# tokens, columns, rows: whole tiles and panels, one more and one less, single features, more than a panel is deep.
+LINEAR_SHAPES = [(17, 1, 1), (24, 256, 48), (25, 257, 49), (31, 300, 17), (33, 515, 97), (20, 16, 10)]
+
+
+def linear_products(twins, storage, tokens, columns, rows):
+    """(ours, torch's in float32, in float64) forward and backward."""
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        stored, scaling = random_stored(storage, (rows, columns)), Scaling(number=0.3)
+    generator = torch.Generator().manual_seed(3)
+    x, grad = (torch.randn(tokens, size, generator=generator) for size in (columns, rows))
+    weight = ops.float_levels.definition(stored, storage, columns, torch.float32, scaling)
+    forward = twins.linear(x, stored, storage, scaling), x @ weight.t(), x.double() @ weight.double().t()
+    backward = twins.linear_back(grad, stored, storage, columns, scaling), grad @ weight, grad.double() @ weight.double()
+    return forward, backward
+
+
+@pytest.mark.parametrize("storage", STORAGES, ids=str)
+def test_c_products_with_a_stored_weight_are_as_exact_as_torchs(c_twins, storage):
+    for shape in LINEAR_SHAPES:
+        for ours, torchs, exact in linear_products(c_twins, storage, *shape):
+            if ours is NotImplemented:
+                pytest.skip("this processor leaves the products to torch")
+            allowed = 2 * (torchs - exact).abs().max() + exact.abs().max() * torch.finfo(torch.float32).eps
+            assert ours.shape == exact.shape
+            assert float((ours - exact).abs().max()) <= float(allowed), shape
+
+
+def test_c_products_have_the_same_bits_whatever_the_threads(c_twins, monkeypatch):
+    monkeypatch.setattr("gft.ops.native.LEAST_A_THREAD", 100)
+    results = []
+    for threads in (1, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        results.append(linear_products(c_twins, Storage(4, memory=False), 70, 300, 210))
+    for one, other in zip(*results, strict=True):
+        if one[0] is NotImplemented:
+            pytest.skip("this processor leaves the products to torch")
+        assert torch.equal(one[0], other[0])
+
+
+def test_c_products_leave_scales_of_groups_and_other_types_to_torch(c_twins):
+    storage = Storage(4)
+    stored, x = random_stored(storage, (8, 32)), torch.randn(30, 32)
+    assert c_twins.linear(x, stored, storage, Scaling(by_group=torch.ones(8, 2))) is NotImplemented
+    assert c_twins.linear(x.bfloat16(), stored, storage) is NotImplemented
+    assert torch.equal(ops.linear(x.bfloat16(), stored, storage), ops.linear.definition(x.bfloat16(), stored, storage))
+
+
+def test_c_products_leave_what_torch_must_carry_along_to_torch(c_twins):
+    """vmap's x has no memory of its own; a tangent, or a gradient, would be lost."""
+    storage = Storage(4)
+    stored, x, tangent = random_stored(storage, (8, 32)), torch.randn(3, 30, 32), torch.randn(30, 32)
+    by_torch = [ops.linear.definition(one, stored, storage) for one in x]
+    assert torch.allclose(torch.vmap(lambda one: ops.linear(one, stored, storage))(x), torch.stack(by_torch), atol=1e-5)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x[0], tangent)
+        carried = torch.autograd.forward_ad.unpack_dual(ops.linear(dual, stored, storage)).tangent
+    assert torch.allclose(carried, ops.linear.definition(tangent, stored, storage), atol=1e-5)
+    assert ops.linear(x[0].requires_grad_(), stored, storage).requires_grad

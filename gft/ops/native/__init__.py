@@ -6,6 +6,7 @@ Where there is no compiler, or GFT_NATIVE=0 is set, the torch definitions do the
     interface  the structs and types that C and Python agree on
 """
 
+import ctypes
 import math
 import os
 import threading
@@ -18,13 +19,29 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from gft.ops import checks
 from gft.ops.activations import LARGEST_SQUARED, MeanSquare, Quantized, take_mean
 from gft.ops.levels import PLAIN, Scaling
 from gft.ops.native.build import library
-from gft.ops.native.interface import CMoments, CRoundingPlan, CTopKPlan, c_key, c_storage, filled
-from gft.ops.products import EXACT_IN_FLOAT32
+from gft.ops.native.interface import (
+    CMoments,
+    CRoundingPlan,
+    CTopKPlan,
+    LevelsJob,
+    MoveJob,
+    Parts,
+    ProductJob,
+    QuantizeJob,
+    SquaresJob,
+    ToIntJob,
+    VotesJob,
+    c_key,
+    c_storage,
+    filled,
+)
+from gft.ops.products import EXACT_IN_FLOAT32, FEW_ROWS
 from gft.ops.rounding import CLIP, RoundingJob, RoundingPlan, share_of_newest, suited
 from gft.ops.topk import TopKPlan
 from gft.philox import NoiseKey
@@ -32,8 +49,10 @@ from gft.storage import Storage
 
 ROWS_OF_SQUARES = 64  # summed together, whatever the threads: so the sum's order, and its last bit, never changes
 LEAST_A_THREAD = 1 << 15  # elements; fewer do not repay waking a thread
+PARTS_A_THREAD = 4  # taken one by one: a thread that is held up leaves its share to the others
 ROWS_OF_VOTES = 64  # as many as native.c packs at once
 NOT_REUSED = 1 << 18  # bytes; a block this large may go back to the system when it is freed (glibc), and be new each time
+MOST_IDLE = 1024  # loans; a step of a large network takes some hundred
 HUGE_PAGES = 1 << 22  # bytes; in a block this large there are some, wherever it begins
 
 
@@ -41,7 +60,8 @@ def twins() -> dict[str, Callable[..., Any]]:
     """The operations that C does, by name; none where it cannot be built."""
     if library() is None:
         return {}
-    offered = (quantize, float_levels, votes_product, sums_of_squares, rounding_plan, round_weights, topk_weights)
+    offered = (quantize, float_levels, linear, linear_back, votes_product, sums_of_squares, rounding_plan, round_weights,
+               topk_weights)
     return {function.__name__: function for function in offered}
 
 
@@ -59,19 +79,40 @@ def _threads(count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count)
 
 
-if hasattr(os, "register_at_fork"):  # a forked process inherits the pool but none of its threads
+@cache
+def _parallel() -> Callable[..., None] | None:
+    """GOMP_parallel of the OpenMP that torch has loaded. Its threads still wait, wide awake, for torch's next operation:
+    others would have to share the processor with them, and be woken first."""
+    if not torch.backends.openmp.is_available():
+        return None
+    try:
+        found = ctypes.CDLL(None).GOMP_parallel
+    except (AttributeError, OSError, TypeError):  # another OpenMP, or a system that cannot be asked
+        return None
+    found.restype, found.argtypes = None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    return found
+
+
+_forked = threading.Event()  # a forked process has none of the threads, neither OpenMP's nor the pool's
+if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_threads.cache_clear)
+    os.register_at_fork(after_in_child=_forked.set)
 
 
-def _side_by_side(work: Callable[[int, int], Any], rows: int, elements: int, multiple: int = 1) -> list[Any]:
-    """work(from, to) over all rows, shared by torch's number of threads (a ctypes call leaves Python's lock). Each range but
-    the last is a `multiple` of rows."""
+def _side_by_side(work: Any, job: ctypes.Structure, rows: int, elements: int, multiple: int = 1) -> int:
+    """The sum of work(job, from, to) over all rows, shared by torch's number of threads. Each range but the last is a
+    `multiple` of rows."""
     shares = max(1, min(torch.get_num_threads(), elements // LEAST_A_THREAD, -(-rows // multiple)))
     if shares == 1:
-        return [work(0, rows)]
-    step = -(-rows // (shares * multiple)) * multiple
-    ranges = [(start, min(start + step, rows)) for start in range(0, rows, step)]
-    return list(_threads(shares).map(lambda each: work(*each), ranges))
+        return work(ctypes.byref(job), 0, rows)
+    step = -(-rows // (shares * PARTS_A_THREAD * multiple)) * multiple
+    parts = Parts(ctypes.cast(work, ctypes.c_void_p), ctypes.addressof(job), rows, step)
+    take, parallel = _functions().gft_take_parts, None if _forked.is_set() else _parallel()
+    if parallel is not None:
+        parallel(ctypes.cast(take, ctypes.c_void_p), ctypes.addressof(parts), shares, 0)
+    else:  # a ctypes call leaves Python's lock
+        list(_threads(shares).map(lambda _: take(ctypes.byref(parts)), range(shares)))
+    return parts.total
 
 
 # ---------------------------------------------------------------------------------------------------- memory
@@ -85,27 +126,40 @@ def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return memory
 
 
-class _Scratch:
-    """Memory kept for large tensors that live for one product only, one at a time: new memory is cleared first."""
+class _Block:
+    """A piece of kept memory, and who has it."""
 
-    def __init__(self) -> None:
-        self.memory, self.lock = torch.empty(0), threading.Lock()
+    def __init__(self, nbytes: int) -> None:
+        self.memory, self.idle = _empty((nbytes,), torch.uint8), 0  # the latter: loans of others since it was lent
         self.borrower: Callable[[], Any] = lambda: None
 
-    def borrow(self, shape: Sequence[int]) -> Tensor:
-        """An empty float32 tensor; in new memory while the one before, or a view of it, is alive."""
-        elements = math.prod(shape)
-        if elements * 4 < NOT_REUSED:
-            return torch.empty(shape, dtype=torch.float32)
+
+class _Scratch:
+    """Memory kept for large tensors that are soon gone and needed anew: the system clears what it hands out, page by page.
+    A block is lent to one tensor at a time, and let go of when nobody has wanted it for long."""
+
+    def __init__(self) -> None:
+        self.blocks: list[_Block] = []
+        self.lock = threading.Lock()
+
+    def borrow(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+        """An empty tensor; in memory of another only when that one, and all views of it, are gone."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes < NOT_REUSED:
+            return torch.empty(shape, dtype=dtype)
         with self.lock:
-            if self.borrower() is not None:
-                return _empty(shape, torch.float32)
-            if self.memory.numel() < elements:
-                self.memory = _empty((elements,), torch.float32)
+            free = [block for block in self.blocks if block.borrower() is None]
+            for block in free:
+                block.idle += 1
+            fitting = [block for block in free if nbytes <= block.memory.nbytes <= 2 * nbytes]
+            block = min(fitting, key=lambda block: block.memory.nbytes) if fitting else _Block(nbytes)
+            block.idle = 0
+            kept = (one for one in self.blocks if one is not block and one.idle < MOST_IDLE)
+            self.blocks = [*kept, block]
             # Every tensor made from this array keeps it alive, so its end is theirs.
-            array = self.memory.numpy()[:elements]
-            self.borrower = weakref.ref(array)
-            return torch.from_numpy(array).view(*shape)
+            array = block.memory.numpy()[:nbytes]
+            block.borrower = weakref.ref(array)
+            return torch.from_numpy(array).view(dtype).view(*shape)
 
 
 _scratch = _Scratch()
@@ -121,16 +175,12 @@ def quantize(values: Tensor, factors: Tensor | None, largest: int, key: NoiseKey
     if factors is None or values.dtype not in checks.FLOATS or not 0 < values.numel() <= checks.MOST_ELEMENTS:
         return NotImplemented
     values, factors = values.float().contiguous(), factors.contiguous()
-    gft_quantize, noise = _functions().gft_quantize, c_key(key)
     tokens, features = values.shape
     q = torch.empty(tokens, features, dtype=torch.int8)
     squares = torch.zeros(-(-tokens // ROWS_OF_SQUARES), features, dtype=torch.float64)
-
-    def work(start: int, stop: int) -> int:
-        return gft_quantize(values.data_ptr(), factors.data_ptr(), q.data_ptr(), squares.data_ptr(), start, stop, features,
-                            ROWS_OF_SQUARES, largest * 65536.0, LARGEST_SQUARED, noise)
-
-    bad = sum(_side_by_side(work, tokens, values.numel(), ROWS_OF_SQUARES))
+    job = QuantizeJob(values.data_ptr(), factors.data_ptr(), q.data_ptr(), squares.data_ptr(), features, ROWS_OF_SQUARES,
+                      largest * 65536.0, LARGEST_SQUARED, c_key(key))
+    bad = _side_by_side(_functions().gft_quantize, job, tokens, values.numel(), ROWS_OF_SQUARES)
     if not_finite is not None and bad:
         not_finite += bad
     return Quantized(q, squares.sum(0, keepdim=True).float())
@@ -143,18 +193,54 @@ def float_levels(stored: Tensor, storage: Storage, columns: int, dtype: torch.dt
     checks.check_scaling(scaling, stored, columns)
     if dtype is not torch.float32 or places != 1 or turned:
         return NotImplemented
-    stored, functions, c, rows = stored.contiguous(), _functions(), c_storage(storage), len(stored)
+    stored, rows = stored.contiguous(), len(stored)
     levels, factors = _scratch.borrow((rows, columns)), scaling.factors()
     by_group = factors if isinstance(factors, Tensor) and factors.dim() else None
     factor = 1.0 if by_group is not None else float(factors)
-    _side_by_side(lambda start, stop: functions.gft_levels(stored.data_ptr(), levels.data_ptr(), columns, start, stop,
-                                                           factor, c), rows, levels.numel())
+    job = LevelsJob(stored.data_ptr(), levels.data_ptr(), factor, columns, c_storage(storage))
+    _side_by_side(_functions().gft_levels, job, rows, levels.numel())
     if by_group is not None and levels.numel():
         levels.view(*by_group.shape, columns // by_group.shape[1]).mul_(by_group[:, :, None])
     return levels
 
 
 # ---------------------------------------------------------------------------------------------------- products
+
+
+def linear(x: Tensor, stored: Tensor, storage: Storage, scaling: Scaling = PLAIN) -> Tensor:
+    """x · weight^T (products.linear)."""
+    checks.check_stored(stored, storage, x.shape[1])
+    return _product(_functions().gft_forward, x, stored, storage, x.shape[1], len(stored), scaling)
+
+
+def linear_back(grad_output: Tensor, stored: Tensor, storage: Storage, columns: int, scaling: Scaling = PLAIN) -> Tensor:
+    """grad_output · weight (products.linear_back)."""
+    checks.check_stored(stored, storage, columns)
+    return _product(_functions().gft_backward, grad_output, stored, storage, columns, columns, scaling)
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Has x numbers in memory, and nothing that torch would have to carry through a product of it (vmap, jvp, gradients)?"""
+    return not (torch._C._functorch.is_functorch_wrapped_tensor(x) or forward_ad._current_level >= 0
+                or (x.requires_grad and torch.is_grad_enabled()))
+
+
+def _product(work: Any, x: Tensor, stored: Tensor, storage: Storage, columns: int, width: int, scaling: Scaling) -> Tensor:
+    """Either product, `width` wide, with the weight read out on the way."""
+    checks.check_scaling(scaling, stored, columns)
+    functions = _functions()
+    tile, panel = functions.gft_product_rows(), functions.gft_product_columns()
+    fits = tile > 0 and len(x) > FEW_ROWS and x.dtype is torch.float32 and scaling.by_group is None
+    if not fits or not x.numel() or not stored.numel() or not _is_plain(x):
+        return NotImplemented
+    (tokens, depth), x, stored = x.shape, x.contiguous(), stored.contiguous()
+    tiles, out = -(-tokens // tile), torch.empty(tokens, width)
+    packed = _scratch.borrow((tiles * tile * depth,))
+    job = ProductJob(x.data_ptr(), packed.data_ptr(), stored.data_ptr(), out.data_ptr(), float(scaling.factors()), tokens,
+                     depth, columns, len(stored), c_storage(storage))
+    _side_by_side(functions.gft_pack_floats, job, tiles, x.numel())
+    _side_by_side(work, job, -(-width // panel), tokens * width)
+    return out
 
 
 def votes_product(grad_output: Tensor, x: Tensor, into: Tensor | None = None, means: Sequence[MeanSquare] = ()) -> Tensor:
@@ -172,12 +258,10 @@ def votes_product(grad_output: Tensor, x: Tensor, into: Tensor | None = None, me
     (tokens, rows), columns = grad_output.shape, x.shape[1]
     panels, group = -(-columns // panel), functions.gft_group_tokens()
     packed = torch.empty(panels * panel, -(-tokens // group), group, dtype=torch.uint8)
-    _side_by_side(lambda start, stop: functions.gft_pack_x(x.data_ptr(), packed.data_ptr(), tokens, columns, start, stop),
-                  panels, x.numel())
-    votes = _empty((rows, columns), torch.int32)
-    _side_by_side(lambda start, stop: functions.gft_votes(
-        grad_output.data_ptr(), packed.data_ptr(), votes.data_ptr(), tokens, rows, columns, start, stop),
-        rows, votes.numel(), ROWS_OF_VOTES)
+    votes = _scratch.borrow((rows, columns), torch.int32)
+    job = VotesJob(grad_output.data_ptr(), x.data_ptr(), packed.data_ptr(), votes.data_ptr(), tokens, rows, columns)
+    _side_by_side(functions.gft_pack_x, job, panels, x.numel())
+    _side_by_side(functions.gft_votes, job, rows, votes.numel(), ROWS_OF_VOTES)
     return votes
 
 
@@ -195,8 +279,7 @@ def _float_product(grad_output: Tensor, x: Tensor) -> Tensor:
 
 def _as_int32(whole: Tensor) -> Tensor:  # float32, contiguous, whole numbers
     """The same numbers as int32, in the same memory: `whole` is not to be used any more."""
-    functions = _functions()
-    _side_by_side(lambda start, stop: functions.gft_to_int(whole.data_ptr(), start, stop), whole.numel(), whole.numel())
+    _side_by_side(_functions().gft_to_int, ToIntJob(whole.data_ptr()), whole.numel(), whole.numel())
     return whole.view(torch.int32)
 
 
@@ -208,17 +291,13 @@ def sums_of_squares(votes: Tensor, shift: int) -> Tensor:
     checks.check_matrix("the votes", votes)
     if not checks.are_votes(votes):
         return NotImplemented
-    votes, functions, (rows, columns) = votes.contiguous(), _functions(), votes.shape
+    votes, (rows, columns) = votes.contiguous(), votes.shape
     by_row = torch.empty(rows, dtype=torch.int64)
-
-    def work(start: int, stop: int) -> Tensor:
-        by_column = torch.zeros(columns, dtype=torch.int64)
-        functions.gft_squares(votes.data_ptr(), votes.dtype is torch.int64, by_row.data_ptr(), by_column.data_ptr(),
-                              start, stop, columns, shift)
-        return by_column
-
-    by_column = torch.stack(_side_by_side(work, rows, votes.numel())).sum(0)
-    return torch.cat([by_row, by_column])
+    by_column = torch.zeros(-(-rows // ROWS_OF_SQUARES), columns, dtype=torch.int64)
+    job = SquaresJob(votes.data_ptr(), by_row.data_ptr(), by_column.data_ptr(), columns, ROWS_OF_SQUARES,
+                     votes.dtype is torch.int64, shift)
+    _side_by_side(_functions().gft_squares, job, rows, votes.numel(), ROWS_OF_SQUARES)
+    return torch.cat([by_row, by_column.sum(0)])
 
 
 def rounding_plan(job: RoundingJob, lr: float | Tensor) -> tuple[RoundingPlan, Tensor]:
@@ -244,7 +323,7 @@ def round_weights(stored: Tensor, votes: Tensor, storage: Storage, plan: Roundin
     if not checks.are_votes(votes, key.first) or not stored.is_contiguous():
         return NotImplemented
     plan = replace(plan, row=plan.row.contiguous(), column=plan.column.contiguous())
-    return _moved(_functions().gft_round, stored, votes, (c_storage(storage), filled(CRoundingPlan, plan), c_key(key)))
+    return _moved(_functions().gft_round, stored, votes, storage, key, rounding=filled(CRoundingPlan, plan))
 
 
 def topk_weights(stored: Tensor, votes: Tensor, storage: Storage, plan: TopKPlan, key: NoiseKey) -> Tensor:
@@ -253,16 +332,14 @@ def topk_weights(stored: Tensor, votes: Tensor, storage: Storage, plan: TopKPlan
     checks.check_choice(plan, votes)
     if not checks.are_votes(votes, key.first) or not stored.is_contiguous():
         return NotImplemented
-    return _moved(_functions().gft_topk, stored, votes, (c_storage(storage), filled(CTopKPlan, plan), c_key(key)))
+    return _moved(_functions().gft_topk, stored, votes, storage, key, topk=filled(CTopKPlan, plan))
 
 
-def _moved(function: Callable[..., int], stored: Tensor, votes: Tensor, how: tuple[Any, ...]) -> Tensor:
+def _moved(work: Any, stored: Tensor, votes: Tensor, storage: Storage, key: NoiseKey, **plan: ctypes.Structure) -> Tensor:
     """Move all rows in place -> int64 scalar: how many levels changed."""
     votes, (rows, columns) = votes.contiguous(), votes.shape
-
-    def work(start: int, stop: int) -> int:
-        return function(stored.data_ptr(), votes.data_ptr(), votes.dtype is torch.int64, columns, start, stop, *how)
-
-    flips = sum(_side_by_side(work, rows, votes.numel()))
+    job = MoveJob(stored.data_ptr(), votes.data_ptr(), columns, votes.dtype is torch.int64, c_storage(storage),
+                  key=c_key(key), **plan)
+    flips = _side_by_side(work, job, rows, votes.numel())
     torch.autograd.graph.increment_version(stored)  # autograd does not see what C writes
     return torch.tensor(flips, dtype=torch.int64)

@@ -26,9 +26,9 @@ from pathlib import Path
 from gft.ops.native.interface import SIGNATURES
 
 SOURCE = Path(__file__).with_name("native.c")
-PARTS = ("noise.h", "votes.h")  # that it includes
+PARTS = ("noise.h", "stored.h", "product.h", "votes.h", "moves.h")  # that it includes
 FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
-TUNINGS = (("-march=native",), ())  # the first that the compiler takes
+TUNINGS = (("-march=native", "-mprefer-vector-width=512"), ("-march=native",), ())  # the first that the compiler takes
 PATIENCE = 60  # seconds for the compiler
 
 _one_at_a_time = threading.Lock()

@@ -66,21 +66,42 @@ def c_storage(storage: Storage) -> CStorage:
 
 
 def c_key(key: NoiseKey) -> CKey:
-    return filled(CKey, key)
+    return CKey(key.seed, key.first, int(key.step), key.stream, key.call)
 
 
+def job(name: str, *fields: tuple[str, Any]) -> type[ctypes.Structure]:
+    """What one operation works on: native.c says what each field is."""
+    return type(name, (ctypes.Structure,), {"_fields_": list(fields)})
+
+
+def _each(c_type: Any, names: str) -> list[tuple[str, Any]]:
+    return [(name, c_type) for name in names.split()]
+
+
+QuantizeJob = job("QuantizeJob", *_each(POINTER, "values factor out squares"), *_each(LONG, "columns piece"),
+                  *_each(FLOAT, "top largest_squared"), ("key", CKey))
+LevelsJob = job("LevelsJob", *_each(POINTER, "stored out"), ("factor", FLOAT), ("columns", LONG), ("storage", CStorage))
+ProductJob = job("ProductJob", *_each(POINTER, "x packed stored out"), ("factor", FLOAT),
+                 *_each(LONG, "tokens depth columns rows"), ("storage", CStorage))
+ToIntJob = job("ToIntJob", ("values", POINTER))
+VotesJob = job("VotesJob", *_each(POINTER, "grad x packed votes"), *_each(LONG, "tokens rows columns"))
+SquaresJob = job("SquaresJob", *_each(POINTER, "votes by_row by_column"), *_each(LONG, "columns piece"),
+                 *_each(INT, "wide shift"))
+MoveJob = job("MoveJob", *_each(POINTER, "stored votes"), ("columns", LONG), ("wide", INT), ("storage", CStorage),
+              ("rounding", CRoundingPlan), ("topk", CTopKPlan), ("key", CKey))
+Parts = job("Parts", *_each(POINTER, "work job"), *_each(LONG, "rows step next total"))
+
+# Done on ranges of rows, by a job.
+WORKS = ("gft_quantize", "gft_levels", "gft_to_int", "gft_pack_floats", "gft_forward", "gft_backward",
+         "gft_pack_x", "gft_votes", "gft_squares", "gft_round", "gft_topk")
 # name: (result, arguments)
 SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
-    "gft_quantize": (LONG, [POINTER] * 4 + [LONG] * 4 + [FLOAT] * 2 + [CKey]),
+    **{name: (LONG, [POINTER, LONG, LONG]) for name in WORKS},
+    "gft_take_parts": (None, [POINTER]),
     "gft_huge_pages": (None, [POINTER, LONG]),
-    "gft_levels": (None, [POINTER, POINTER, LONG, LONG, LONG, FLOAT, CStorage]),
-    "gft_to_int": (None, [POINTER, LONG, LONG]),
+    "gft_product_rows": (LONG, []),
+    "gft_product_columns": (LONG, []),
     "gft_panel_columns": (LONG, []),
     "gft_group_tokens": (LONG, []),
-    "gft_pack_x": (None, [POINTER, POINTER, *[LONG] * 4]),
-    "gft_votes": (None, [POINTER, POINTER, POINTER, *[LONG] * 5]),
-    "gft_squares": (None, [POINTER, INT, POINTER, POINTER, LONG, LONG, LONG, INT]),
     "gft_factors": (None, [POINTER, POINTER, LONG, LONG, CMoments, POINTER, POINTER, POINTER]),
-    "gft_round": (LONG, [POINTER, POINTER, INT, LONG, LONG, LONG, CStorage, CRoundingPlan, CKey]),
-    "gft_topk": (LONG, [POINTER, POINTER, INT, LONG, LONG, LONG, CStorage, CTopKPlan, CKey]),
 }

@@ -1,8 +1,15 @@
 /* Quantizing activations, summing votes and moving weights, on a CPU, in one pass each. Built when first needed (build.py).
  *
- * Every function works on a range of rows, so that threads can share a matrix, and equals the torch definition bit for
- * bit: integers throughout, and float products that are followed by no addition (built with -ffp-contract=off). Loops are
- * written for the compiler to vectorise: over short arrays, in the narrowest type that holds the numbers, without branches.
+ *     noise.h    random numbers
+ *     stored.h   weights as bytes, as values, as floats
+ *     product.h  x · weight, grad_output · weight
+ *     votes.h    grad_output^T · x of bytes
+ *     moves.h    votes -> factors -> moved weights
+ *
+ * Every operation is a function of a job and of a range of rows, so that threads can share it (gft_take_parts). But for
+ * product.h they equal the torch definition bit for bit: integers throughout, and float products that are followed by no
+ * addition (built with -ffp-contract=off). Loops are written for the compiler to vectorise: over short arrays, in the narrowest type that holds
+ * the numbers, without branches.
  */
 #include <math.h>
 #include <stddef.h>
@@ -55,6 +62,57 @@ typedef struct {
     int32_t rescale_step; /* rows and columns by the running moments, but the step as a whole by its own */
 } Moments;
 
+/* The jobs. Shapes are said once, here: of x (tokens, columns), grad (tokens, rows), votes and stored weights (rows, columns). */
+typedef struct {
+    const float *values, *factor; /* (tokens, columns), (columns,) */
+    int8_t *out; /* as values */
+    double *squares; /* (pieces, columns): sums over pieces of `piece` rows */
+    int64_t columns, piece;
+    float top, largest_squared;
+    NoiseKey key;
+} QuantizeJob;
+
+typedef struct {
+    const uint8_t *stored;
+    float *out, factor;
+    int64_t columns;
+    Storage storage;
+} LevelsJob;
+
+typedef struct {
+    const float *x; /* (tokens, depth): x, or grad_output in the backward pass */
+    float *packed; /* x, by gft_pack_floats */
+    const uint8_t *stored;
+    float *out, factor;
+    int64_t tokens, depth, columns, rows;
+    Storage storage;
+} ProductJob;
+
+typedef struct {
+    const int8_t *grad, *x;
+    uint8_t *packed; /* x, by gft_pack_x */
+    int32_t *votes;
+    int64_t tokens, rows, columns;
+} VotesJob;
+
+typedef struct {
+    const void *votes; /* int32, or int64 if wide */
+    int64_t *by_row, *by_column; /* (rows,), and (pieces, columns): over pieces of `piece` rows */
+    int64_t columns, piece;
+    int32_t wide, shift;
+} SquaresJob;
+
+typedef struct {
+    uint8_t *stored;
+    const void *votes; /* int32, or int64 if wide */
+    int64_t columns;
+    int32_t wide;
+    Storage storage;
+    RoundingPlan rounding; /* one of the two */
+    TopKPlan topk;
+    NoiseKey key;
+} MoveJob;
+
 static inline int at_most(int64_t a, int most) { return a < most ? (int)a : most; }
 
 /* a within -most..most: two instructions, if it is said as this processor's compiler knows it. */
@@ -67,7 +125,31 @@ static inline float within(float a, float most) {
 }
 
 #include "noise.h"
+#include "stored.h"
+#include "product.h"
 #include "votes.h"
+#include "moves.h"
+
+/* ------------------------------------------------------------------------------------------------ threads */
+
+typedef int64_t Work(const void *job, int64_t from, int64_t to);
+
+/* A job cut into parts of `step` rows, which several threads take one by one. `total` sums what the work returns. */
+typedef struct {
+    Work *work;
+    const void *job;
+    int64_t rows, step, next, total;
+} Parts;
+
+/* What each thread runs: it takes parts until none is left, so one that is late, or never comes, holds up nobody. */
+void gft_take_parts(Parts *parts) {
+    for (;;) {
+        int64_t from = __atomic_fetch_add(&parts->next, parts->step, __ATOMIC_RELAXED);
+        if (from >= parts->rows) return;
+        int64_t left = parts->rows - from, count = left < parts->step ? left : parts->step;
+        __atomic_fetch_add(&parts->total, parts->work(parts->job, from, from + count), __ATOMIC_RELAXED);
+    }
+}
 
 /* ------------------------------------------------------------------------------------------------ activations.quantize */
 
@@ -91,22 +173,22 @@ static inline int32_t quantize_part(const float *restrict values, const float *r
     return wrong;
 }
 
-/* Rows `from` to `to` of values (n, features). squares[piece][feature] get the sums over pieces of `piece` rows, of which
- * `from` begins one. Returns how many values are not finite. */
-int64_t gft_quantize(const float *values, const float *factor, int8_t *out, double *squares, int64_t from, int64_t to,
-                     int64_t features, int64_t piece, float top, float largest_squared, NoiseKey key) {
+/* Rows `from` to `to` of values, of which `from` begins a piece. Returns how many values are not finite. */
+int64_t gft_quantize(const QuantizeJob *job, int64_t from, int64_t to) {
     _Alignas(64) uint16_t room[ROOM];
-    int64_t not_finite = 0, at_once = features < BLOCK ? BLOCK / features : 1; /* pairs of rows, which share their noise */
+    int64_t columns = job->columns, not_finite = 0;
+    int64_t at_once = columns < BLOCK ? BLOCK / columns : 1; /* pairs of rows, which share their noise */
     for (int64_t row = from; row < to;) {
         int64_t pair = row / 2, end = 2 * (pair + at_once) < to ? 2 * (pair + at_once) : to;
         int pairs = (int)((end - 1) / 2 - pair + 1);
-        for (int64_t start = 0; start < features; start += BLOCK) {
-            int count = at_most(features - start, BLOCK);
-            const uint16_t *noise = noise_of(room, pair * features + start, pairs * count, key, VOTE_ROUNDS);
+        for (int64_t start = 0; start < columns; start += BLOCK) {
+            int count = at_most(columns - start, BLOCK);
+            const uint16_t *noise = noise_of(room, pair * columns + start, pairs * count, job->key, VOTE_ROUNDS);
             for (int64_t r = row; r < end; r++) {
-                int64_t at = r * features + start;
-                not_finite += quantize_part(values + at, factor + start, noise + (r / 2 - pair) * count, r % 2 ? 8 : 0,
-                                            out + at, squares + r / piece * features + start, count, top, largest_squared);
+                int64_t at = r * columns + start;
+                not_finite += quantize_part(job->values + at, job->factor + start, noise + (r / 2 - pair) * count,
+                                            r % 2 ? 8 : 0, job->out + at, job->squares + r / job->piece * columns + start,
+                                            count, job->top, job->largest_squared);
             }
         }
         row = end;
@@ -127,278 +209,14 @@ void gft_huge_pages(void *memory, int64_t bytes) {
 #endif
 }
 
-/* ------------------------------------------------------------------------------------------------ stored values */
-
-/* Packed values, `width` bits each, to int8 and back. `width` is a constant where these are inlined, so they vectorise. The
- * last byte is read and written in full: `values` has room for it. */
-static inline void unpack(int8_t *values, const uint8_t *bytes, int count, int width, int lowest) {
-    int per_byte = 8 / width, mask = (1 << width) - 1;
-    for (int b = 0; b < (count + per_byte - 1) / per_byte; b++)
-        for (int place = 0; place < per_byte; place++)
-            values[b * per_byte + place] = (int8_t)(((bytes[b] >> (width * place)) & mask) + lowest);
-}
-
-static inline void pack(uint8_t *bytes, int8_t *values, int count, int width, int lowest) {
-    int per_byte = 8 / width;
-    for (int i = count; i % per_byte; i++) values[i] = (int8_t)lowest; /* a short last byte is filled with zero bits */
-    for (int b = 0; b < (count + per_byte - 1) / per_byte; b++) {
-        int byte = 0;
-        for (int place = 0; place < per_byte; place++) byte |= (values[b * per_byte + place] - lowest) << (width * place);
-        bytes[b] = (uint8_t)byte;
-    }
-}
-
-static void read_values(int8_t *values, const uint8_t *bytes, int count, Storage storage) {
-    switch (storage.memory ? 0 : storage.field_bits) {
-    case 2: unpack(values, bytes, count, 2, storage.lowest); break;
-    case 4: unpack(values, bytes, count, 4, storage.lowest); break;
-    case 8: unpack(values, bytes, count, 8, storage.lowest); break;
-    default: memcpy(values, bytes, (size_t)count);
-    }
-}
-
-static void write_values(uint8_t *bytes, int8_t *values, int count, Storage storage) {
-    switch (storage.memory ? 0 : storage.field_bits) {
-    case 2: pack(bytes, values, count, 2, storage.lowest); break;
-    case 4: pack(bytes, values, count, 4, storage.lowest); break;
-    case 8: pack(bytes, values, count, 8, storage.lowest); break;
-    default: memcpy(bytes, values, (size_t)count);
-    }
-}
-
-/* Rows `from` to `to` of a stored matrix as floats, times a factor: Storage.levels. */
-void gft_levels(const uint8_t *stored, float *out, int64_t columns, int64_t from, int64_t to, float factor,
-                Storage storage) {
-    _Alignas(64) int8_t values[BLOCK];
-    int bits = storage.low_bits, half = (1 << bits) / 2;
-    int64_t bytes_per_row = (columns * storage.field_bits + 7) / 8;
-    for (int64_t row = from; row < to; row++) {
-        for (int64_t start = 0; start < columns; start += BLOCK) {
-            int count = at_most(columns - start, BLOCK);
-            float *level = out + row * columns + start;
-            const uint8_t *bytes = stored + row * bytes_per_row + start * storage.field_bits / 8;
-            const int8_t *value = storage.memory ? (const int8_t *)bytes : values;
-            if (!storage.memory) read_values(values, bytes, count, storage);
-            for (int i = 0; i < count; i++) level[i] = (float)((value[i] + half) >> bits) * factor;
-        }
-    }
-}
-
 /* ------------------------------------------------------------------------------------------------ conversions */
 
 /* Whole numbers held as floats, to int32 in their own place. */
-void gft_to_int(float *values, int64_t from, int64_t to) {
+int64_t gft_to_int(float *const *job, int64_t from, int64_t to) {
+    float *values = *job;
     for (int64_t i = from; i < to; i++) {
         int32_t whole = (int32_t)values[i];
         memcpy(values + i, &whole, 4);
     }
-}
-
-/* ------------------------------------------------------------------------------------------------ rounding.rounding_plan */
-
-/* Votes >> shift, which fit int32. Returns the largest size among them. */
-static uint32_t shifted(int32_t *small, const int32_t *narrow, const int64_t *broad, int count, int shift) {
-    uint32_t largest = 0;
-    for (int i = 0; i < count; i++) {
-        small[i] = broad ? (int32_t)(broad[i] >> shift) : narrow[i] >> shift;
-        uint32_t size = small[i] < 0 ? 0u - (uint32_t)small[i] : (uint32_t)small[i];
-        largest = size > largest ? size : largest;
-    }
-    return largest;
-}
-
-/* Squares are added to the sums of their columns, and summed up. Those that fit 32 bits are the faster. */
-static int64_t add_squares(int64_t *column_sums, const int32_t *small, int count) {
-    int64_t total = 0;
-    for (int i = 0; i < count; i++) {
-        uint32_t square = (uint32_t)small[i] * (uint32_t)small[i];
-        total += square;
-        column_sums[i] += square;
-    }
-    return total;
-}
-
-static int64_t add_large_squares(int64_t *column_sums, const int32_t *small, int count) {
-    int64_t total = 0;
-    for (int i = 0; i < count; i++) {
-        int64_t square = (int64_t)small[i] * small[i];
-        total += square;
-        column_sums[i] += square;
-    }
-    return total;
-}
-
-/* Sums of squares of votes >> shift, written by row and added by column. Votes are int32, or int64 if `wide`. */
-void gft_squares(const void *votes, int wide, int64_t *row_sums, int64_t *column_sums, int64_t from, int64_t to,
-                 int64_t columns, int shift) {
-    for (int64_t row = from; row < to; row++) {
-        row_sums[row] = 0;
-        for (int64_t start = 0; start < columns; start += BLOCK) {
-            int count = at_most(columns - start, BLOCK);
-            int64_t at = row * columns + start;
-            _Alignas(64) int32_t small[BLOCK];
-            uint32_t largest = wide ? shifted(small, NULL, (const int64_t *)votes + at, count, shift)
-                                    : shifted(small, (const int32_t *)votes + at, NULL, count, shift);
-            row_sums[row] += largest < 1u << 16 ? add_squares(column_sums + start, small, count)
-                                                : add_large_squares(column_sums + start, small, count);
-        }
-    }
-}
-
-/* A running second moment, renewed: what has been 0 takes the new one in full. */
-static double renewed(float *moment, double newest, double share) {
-    double old = *moment;
-    *moment = (float)(old > 0 ? old + (newest - old) * share : newest);
-    return *moment;
-}
-
-/* The factors from those sums. `moments`, of rows, of columns and of all, are renewed in place. Division and square root of
-   doubles are correctly rounded. */
-void gft_factors(const int64_t *row_sums, const int64_t *column_sums, int64_t rows, int64_t columns, Moments how,
-                 float *moments, float *row_factor, float *column_factor) {
-    int64_t high = 0, low = 0; /* rounding._sum_as_double */
-    for (int64_t r = 0; r < rows; r++) {
-        high += row_sums[r] >> 32;
-        low += row_sums[r] & 0xFFFFFFFF;
-    }
-    double unit = (double)((int64_t)1 << how.shift) * (double)((int64_t)1 << how.shift);
-    double total = (double)(high + (low >> 32)) * 4294967296.0 + (double)(low & 0xFFFFFFFF);
-    double own = total / (double)(rows * columns) * unit;
-    double running = renewed(moments + rows + columns, own, how.share), overall = sqrt(running);
-    if (how.rescale_step)
-        overall = running / (own > 0 ? sqrt((double)(float)own) : 1.0);
-    for (int64_t r = 0; r < rows; r++) {
-        double moment = renewed(moments + r, (double)row_sums[r] / (double)columns * unit, how.share);
-        row_factor[r] = (float)((moment > 0 ? 1.0 / sqrt(moment) : 0.0) * overall * (double)how.size);
-    }
-    for (int64_t c = 0; c < columns; c++) {
-        double moment = renewed(moments + rows + c, (double)column_sums[c] / (double)rows * unit, how.share);
-        column_factor[c] = (float)(moment > 0 ? 1.0 / sqrt(moment) : 0.0);
-    }
-}
-
-/* ------------------------------------------------------------------------------------------------ rounding.round_weights */
-
-/* Moves, values and levels are small: with 16 bits a number a vector holds twice as many as with 32. */
-static inline int16_t clip(int16_t a, int16_t low, int16_t high) {
-    a = a < low ? low : a;
-    return a > high ? high : a;
-}
-
-static inline int32_t between(int32_t a, int32_t low, int32_t high) {
-    a = a < low ? low : a;
-    return a > high ? high : a;
-}
-
-enum { FARTHEST = 512 }; /* stored values: no move needs to be larger to carry any of them across the whole grid */
-static const float LARGEST_INT32 = 2147483520.0f; /* that is a float */
-
-/* floor(move + noise), computed in 32 bits, which wrap round as torch's do, and kept in 16. */
-static void rounded_moves(int16_t *move, const int32_t *narrow, const int64_t *broad, int count, const uint16_t *noise,
-                          float by_row, const float *by_column, float cap, int32_t dead_zone) {
-    for (int i = 0; i < count; i++) {
-        float share = (broad ? (float)broad[i] : (float)narrow[i]) * by_row * by_column[i];
-        int32_t whole = (int32_t)within(share, cap);
-        whole -= between(whole, -dead_zone, dead_zone);
-        whole = (int32_t)((uint32_t)whole + noise[i]) >> 16;
-        move[i] = (int16_t)between(whole, -FARTHEST, FARTHEST);
-    }
-}
-
-/* One level for the chosen: topk.topk_weights. */
-static void topk_moves(int16_t *move, const int32_t *narrow, const int64_t *broad, int count, const uint16_t *noise,
-                       const TopKPlan *plan, int16_t unit) {
-    int64_t span = plan->largest - plan->least;
-    for (int i = 0; i < count; i++) {
-        int64_t vote = broad ? broad[i] : narrow[i], size = vote < 0 ? -vote : vote;
-        int64_t p = span > 0 ? (size - plan->least) * 65536 / span : 65536;
-        p = p < plan->p_min ? plan->p_min : p > 65536 ? 65536 : p;
-        int moves = size >= plan->least && size > 0 && noise[i] < p;
-        move[i] = (int16_t)(moves ? (vote > 0 ? unit : -unit) : 0);
-    }
-}
-
-/* Levels follow their values at once. Returns how many changed. */
-static inline int move_values(int8_t *new, const int8_t *old, const int16_t *move, int count, Storage storage, int bits) {
-    int16_t half = (int16_t)((1 << bits) / 2), changed = 0;
-    int16_t lowest = (int16_t)storage.lowest, limit = (int16_t)storage.limit;
-    for (int i = 0; i < count; i++) {
-        int16_t now = clip((int16_t)(old[i] - move[i]), lowest, limit);
-        changed += (int16_t)((now + half) >> bits) != (int16_t)((old[i] + half) >> bits);
-        new[i] = (int8_t)now;
-    }
-    return changed;
-}
-
-/* Levels wait and follow by chance. Returns how many changed. */
-static inline int move_with_inertia(int8_t *new, const int8_t *old, const int16_t *move, const uint16_t *noise, int count,
-                                    Storage storage, int16_t follow, int bits) {
-    int shift = bits - 1;
-    int16_t half = (int16_t)((1 << bits) / 2), reach = (int16_t)(storage.largest * half), middle = half / 2, changed = 0;
-    for (int i = 0; i < count; i++) {
-        int16_t level = (int16_t)((int16_t)(old[i] + half) >> bits), centre = (int16_t)(level * half);
-        int16_t z = clip((int16_t)(old[i] - centre - move[i]), (int16_t)-reach, reach);
-        z = clip(z, (int16_t)(centre - half), (int16_t)(centre + half - 1));
-        int16_t above = (int16_t)(z + middle), nearest = (int16_t)((int16_t)(above - ((above >> shift) & 1)) >> shift);
-        int16_t now = (int16_t)(noise[i] & 255) < follow ? nearest : level;
-        changed += now != level;
-        new[i] = (int8_t)(now * half + z);
-    }
-    return changed;
-}
-
-/* Either, with `bits` for constant: by a shift that is known the compiler need not make the numbers wider. */
-static int moved_block(int8_t *new, const int8_t *old, const int16_t *move, const uint16_t *noise, int count, Storage storage,
-                       int follow) {
-#define MOVED(bits) \
-    case bits: \
-        return follow < 0 ? move_values(new, old, move, count, storage, bits) \
-                          : move_with_inertia(new, old, move, noise, count, storage, (int16_t)follow, bits);
-    switch (storage.low_bits) {
-        MOVED(1) MOVED(2) MOVED(3) MOVED(4) MOVED(5) MOVED(6)
-    default: return move_values(new, old, move, count, storage, 0);
-    }
-#undef MOVED
-}
-
-/* Rows `from` to `to` of a stored matrix, in place, by rounding or else by topk; returns how many levels changed. */
-static int64_t moved(uint8_t *stored, const void *votes, int wide, int64_t columns, int64_t from, int64_t to,
-                     Storage storage, const RoundingPlan *rounding, const TopKPlan *topk, NoiseKey key) {
-    _Alignas(64) uint16_t room[ROOM];
-    _Alignas(64) int16_t move[BLOCK];
-    _Alignas(64) int8_t old[BLOCK], new[BLOCK];
-    int64_t bytes_per_row = (columns * storage.field_bits + 7) / 8, flips = 0;
-    float cap = rounding && rounding->cap < LARGEST_INT32 ? rounding->cap : LARGEST_INT32;
-    int32_t dead_zone = rounding ? (int32_t)(cap * rounding->threshold_share) : 0;
-    int follow = -1; /* all do, at once */
-    if (rounding && storage.inertia) follow = cap > 0 ? rounding->follow : 0; /* at lr = 0 nothing follows */
-    for (int64_t row = from; row < to; row++) {
-        for (int64_t start = 0; start < columns; start += BLOCK) { /* BLOCK is a multiple of what a byte holds */
-            int count = at_most(columns - start, BLOCK);
-            int64_t at = row * columns + start;
-            uint8_t *bytes = stored + row * bytes_per_row + start * storage.field_bits / 8;
-            const int32_t *narrow = wide ? 0 : (const int32_t *)votes + at;
-            const int64_t *broad = wide ? (const int64_t *)votes + at : 0;
-            const uint16_t *noise = noise_of(room, at, count, key, ROUNDS);
-            if (rounding)
-                rounded_moves(move, narrow, broad, count, noise, rounding->row[row], rounding->column + start, cap,
-                              dead_zone);
-            else
-                topk_moves(move, narrow, broad, count, noise, topk, (int16_t)(1 << storage.low_bits));
-            read_values(old, bytes, count, storage);
-            flips += moved_block(new, old, move, noise, count, storage, follow);
-            write_values(bytes, new, count, storage);
-        }
-    }
-    return flips;
-}
-
-int64_t gft_round(uint8_t *stored, const void *votes, int32_t wide, int64_t columns, int64_t from, int64_t to,
-                  Storage storage, RoundingPlan plan, NoiseKey key) {
-    return moved(stored, votes, wide, columns, from, to, storage, &plan, NULL, key);
-}
-
-int64_t gft_topk(uint8_t *stored, const void *votes, int32_t wide, int64_t columns, int64_t from, int64_t to,
-                 Storage storage, TopKPlan plan, NoiseKey key) {
-    return moved(stored, votes, wide, columns, from, to, storage, NULL, &plan, key);
+    return 0;
 }

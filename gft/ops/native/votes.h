@@ -39,14 +39,14 @@ static inline void pack_group(uint8_t *packed, const int8_t *matrix, int64_t wid
 }
 
 /* Panels `from` to `to` of x (tokens, columns): packed[panel][group][column][token of the group]. */
-void gft_pack_x(const int8_t *x, uint8_t *packed, int64_t tokens, int64_t columns, int64_t from, int64_t to) {
-    int64_t groups = (tokens + GROUP - 1) / GROUP;
+int64_t gft_pack_x(const VotesJob *job, int64_t from, int64_t to) {
+    int64_t tokens = job->tokens, columns = job->columns, groups = (tokens + GROUP - 1) / GROUP;
     for (int64_t panel = from; panel < to; panel++) {
         int count = at_most(columns - panel * TILE_COLUMNS, TILE_COLUMNS);
-        uint8_t *target = packed + panel * groups * TILE_COLUMNS * GROUP;
+        uint8_t *target = job->packed + panel * groups * TILE_COLUMNS * GROUP;
         if (count < TILE_COLUMNS) memset(target, 0, (size_t)groups * TILE_COLUMNS * GROUP);
         for (int64_t g = 0; g < groups; g++, target += TILE_COLUMNS * GROUP) {
-            const int8_t *source = x + g * GROUP * columns + panel * TILE_COLUMNS;
+            const int8_t *source = job->x + g * GROUP * columns + panel * TILE_COLUMNS;
             int some = at_most(tokens - g * GROUP, GROUP);
             if (count == TILE_COLUMNS)
                 pack_group(target, source, columns, some, TILE_COLUMNS, OFFSET); /* a constant, for the compiler's sake */
@@ -54,6 +54,7 @@ void gft_pack_x(const int8_t *x, uint8_t *packed, int64_t tokens, int64_t column
                 pack_group(target, source, columns, some, count, OFFSET);
         }
     }
+    return 0;
 }
 
 /* Rows `row` to `row + count` of g^T, tokens from `first` on: packed[tile][group][row of the tile][token of the group];
@@ -167,29 +168,29 @@ static void tile_at_edge(int32_t *votes, int64_t stride, const int8_t *grad, con
 }
 
 /* Rows `from` to `to` of votes (rows, columns) = g^T · x of g (tokens, rows) and packed x. */
-void gft_votes(const int8_t *grad, const uint8_t *packed_x, int32_t *votes, int64_t tokens, int64_t rows, int64_t columns,
-               int64_t from, int64_t to) {
+int64_t gft_votes(const VotesJob *job, int64_t from, int64_t to) {
     int8_t packed_grad[ROWS_AT_ONCE * GROUPS_AT_ONCE * GROUP]; /* with a panel of x it stays in the second-level cache */
     int32_t start[ROWS_AT_ONCE];
-    int64_t all_groups = (tokens + GROUP - 1) / GROUP;
+    int64_t tokens = job->tokens, rows = job->rows, columns = job->columns, all_groups = (tokens + GROUP - 1) / GROUP;
     for (int64_t row = from; row < to; row += ROWS_AT_ONCE) {
         int some_rows = at_most(to - row, ROWS_AT_ONCE);
         for (int64_t group = 0; group < all_groups; group += GROUPS_AT_ONCE) {
             int groups = at_most(all_groups - group, GROUPS_AT_ONCE);
-            pack_grad(packed_grad, start, grad, tokens, rows, row, some_rows, group * GROUP, groups);
+            pack_grad(packed_grad, start, job->grad, tokens, rows, row, some_rows, group * GROUP, groups);
             for (int64_t c = 0; c < columns; c += TILE_COLUMNS) {
-                const uint8_t *x = packed_x + (c * all_groups + group * TILE_COLUMNS) * GROUP;
+                const uint8_t *x = job->packed + (c * all_groups + group * TILE_COLUMNS) * GROUP;
                 for (int r = 0; r < some_rows; r += TILE_ROWS)
-                    tile_at_edge(votes + (row + r) * columns + c, columns, packed_grad + r * groups * GROUP, x, groups,
+                    tile_at_edge(job->votes + (row + r) * columns + c, columns, packed_grad + r * groups * GROUP, x, groups,
                                  start + r, group > 0, at_most(some_rows - r, TILE_ROWS), at_most(columns - c, TILE_COLUMNS));
             }
         }
     }
+    return 0;
 }
 #else /* __init__.py then takes a float product */
 enum { TILE_COLUMNS = 0, GROUP = 0 };
-void gft_pack_x(void) {}
-void gft_votes(void) {}
+int64_t gft_pack_x(const VotesJob *job, int64_t from, int64_t to) { return (void)job, from - to; }
+int64_t gft_votes(const VotesJob *job, int64_t from, int64_t to) { return (void)job, from - to; }
 #endif
 
 /* How many columns a panel of packed x has, and how many tokens a group; 0 without such an instruction. */
