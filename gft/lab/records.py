@@ -1,7 +1,7 @@
 """JSON files of runs and tables: written whole, and read with a sentence where one is damaged or holds something else."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,23 @@ def read_object(path: Path, kinds: Kinds | None = None) -> dict[str, Any]:
 def read_result(path: Path) -> dict[str, Any]:
     """What a finished run came to."""
     return checked_result(read_object(path), str(path))
+
+
+def read_chosen(path: Path, sizes: Container[str]) -> dict[str, dict[str, Any]]:
+    """row -> size -> {"settings": {"dense.lr": …}, "steps": …}, as `gft tune` wrote it into a table's folder, if it did."""
+    if not path.exists():
+        return {}
+    chosen = read_object(path, {"chosen": "object"})["chosen"]
+    for row in chosen:
+        for size, one in checked(chosen[row], f"{path}, {shortened(row)}", {}).items():
+            name = f"{path}, {shortened(row)} at {shortened(size)}"
+            settings = checked(one, name, {"settings": "object", "steps": "integer"})["settings"]
+            wrong = next((key for key, value in settings.items() if not TESTS["number"](value) and (
+                key.endswith("lr") or not isinstance(value, (str, bool)))), None)
+            if size not in sizes or wrong is not None:
+                what = f"setting {shortened(wrong)} is no number" if size in sizes else "there is no such size"
+                raise UsageError(f"{name}: {what}; mend or delete it")
+    return chosen
 
 
 def _content_of(path: Path) -> bytes:

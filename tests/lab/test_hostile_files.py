@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from gft import cli
 from gft.errors import UsageError
-from gft.lab import display, recipes, records, report, train
+from gft.lab import display, ladder, recipes, records, report, train
 from gft.lab.hardness import cnf, reduction
 from gft.lab.plain import printable
 
@@ -90,6 +90,16 @@ def test_a_config_of_a_larger_network_than_its_checkpoint_takes_no_memory(tmp_pa
         train.evaluate_run(tmp_path, "val", "cpu")
 
 
+@pytest.mark.parametrize("content", [b"[]", b"{}", b'{"chosen": []}', b'{"chosen": {"adamw": 1}}', b"\xff",
+                                     b'{"chosen": {"adamw": {"10m": {"steps": 1, "settings": {"dense.lr": "x"}}}}}',
+                                     b'{"chosen": {"adamw": {"10m": {"steps": 1, "settings": {"dense.lr": 1e999}}}}}',
+                                     b'{"chosen": {"adamw": {"of no size": {"steps": 1, "settings": {}}}}}'])
+def test_chosen_settings_that_are_none_are_refused(content, tmp_path, refuses):
+    (tmp_path / "tuned.json").write_bytes(content)
+    with refuses(UsageError, "tuned.json"):
+        ladder.as_reported(recipes.find("wiki-ladder-10m-adamw"), tmp_path)
+
+
 def test_metrics_that_are_no_metrics_are_refused(tmp_path, refuses):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "val": 2}\n{"step": "1", "val": 2}\n')
     with refuses(UsageError, "line 2: step should be integer and is '1'"):
@@ -117,7 +127,14 @@ def with_header(arrays: bytes, name: str, old: bytes, new: bytes) -> bytes:
 
 
 SMALL = {"x": np.ones((3, 4), np.int8), "y": np.ones(3, np.int8), "levels": np.array([-1, 1]), "variables": np.array(3)}
+ZEROS = np.zeros((2**23, 4), np.int8)  # 32 MB, packed to 33 kB
 BOMBS = {
+    "clauses of nothing": npz(**{**SMALL, "x": ZEROS, "y": np.ones(2**23, np.int8)}),
+    "more numbers than its shape says": with_header(npz(**{**SMALL, "x": ZEROS}), "x", b"(8388608, 4)", b"(3, 4)      "),
+    "labels for other points": npz(**{**SMALL, "x": ZEROS}),
+    "millions of levels": npz(**{**SMALL, "levels": np.zeros(2**25, np.int8)}),
+    "one clause again and again": npz(**{**SMALL, "x": np.ones((2**7, 2**13), np.int8), "y": np.ones(2**7, np.int8),
+                                         "variables": np.array(2**13 - 1)}),
     "a largest level of a milliard": npz(**{**SMALL, "levels": np.array([-(10**9), 10**9])}),
     "a shape of a milliard": with_header(npz(**SMALL), "x", b"(3, 4)", b"(31622, 31622)"),
     "levels without points": npz(**{**SMALL, "x": np.ones((1, 30_003), np.int8), "y": np.ones(1, np.int8),

@@ -137,7 +137,11 @@ def retrieve_published(what: str, url: str, folder: Path, progress: bool, mend: 
     try:
         stated = _stated_checksum(url)
         name, bar = url.rsplit("/", 1)[-1], progress and sys.stderr.isatty()
-        return Path(pooch.retrieve(url, f"sha256:{stated}", name, folder, progressbar=bar))
+        with written_atomically(folder / name) as unfinished:
+            pooch.retrieve(url, f"sha256:{stated}", unfinished.name, unfinished.parent, progressbar=bar)
+        return folder / name
+    except UsageError:  # of the disk
+        raise
     except (OSError, ValueError) as error:
         why = "is there a network?" if isinstance(error, OSError) else str(error).splitlines()[0].partition(". ")[0]
         raise DataError(f"{what} is not in {data_folder()} and could not be fetched ({why}); {mend}") from None
