@@ -86,10 +86,10 @@ def read_chosen(path: Path, sizes: Container[str]) -> dict[str, dict[str, Any]]:
         for size, one in checked(chosen[row], f"{path}, {shortened(row)}", {}).items():
             name = f"{path}, {shortened(row)} at {shortened(size)}"
             settings = checked(one, name, {"settings": "object", "steps": "integer"})["settings"]
-            wrong = next((key for key, value in settings.items() if not TESTS["number"](value) and (
-                key.endswith("lr") or not isinstance(value, (str, bool)))), None)
+            wrong = next((key for key, value in settings.items() if len(key) > 60 or not (
+                is_number(value) or (isinstance(value, (str, bool)) and not key.endswith("lr")))), None)
             if size not in sizes or wrong is not None:
-                what = f"setting {shortened(wrong)} is no number" if size in sizes else "there is no such size"
+                what = f"{shortened(wrong)} is no setting with its value" if size in sizes else "there is no such size"
                 raise UsageError(f"{name}: {what}; mend or delete it")
     return chosen
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from gft import cli
 from gft.errors import UsageError
 from gft.lab import display, ladder, recipes, records, report, train
-from gft.lab.hardness import cnf, reduction
+from gft.lab.hardness import cnf, reduction, study
 from gft.lab.plain import printable
 
 edits = st.lists(st.tuples(st.floats(0, 1), st.integers(0, 40), st.binary(max_size=12) | st.sampled_from(data_files.WORDS)),
@@ -88,6 +88,14 @@ def test_a_config_of_a_larger_network_than_its_checkpoint_takes_no_memory(tmp_pa
     (tmp_path / "config.json").write_text(json.dumps(config))
     with refuses(UsageError, r"describes 30,\d+,\d+,\d+ weights"):
         train.evaluate_run(tmp_path, "val", "cpu")
+
+
+def test_a_study_of_too_many_levels_takes_no_memory(tmp_path, refuses):
+    for largest, says in ((10**12, "largest is 1000000000000, where 1 to"), ("3", "largest should be integer or none")):
+        fixed = {"seconds": 1, "seed": 0, "largest": largest}
+        (tmp_path / "study.json").write_text(json.dumps({"fixed": fixed, "runs": []}))
+        with refuses(UsageError, says):
+            study.read_study(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"[]", b"{}", b'{"chosen": []}', b'{"chosen": {"adamw": 1}}', b"\xff",
