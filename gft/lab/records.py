@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gft.errors import UsageError, shortened
-from gft.files import write_text
+from gft.files import read_whole, write_text
 from gft.saved import is_number
 
 Kinds = Mapping[str, str]  # field -> one of TESTS; with " or none" if it may be null, with " if any" if missing, too
@@ -96,7 +96,7 @@ def read_chosen(path: Path, sizes: Container[str]) -> dict[str, dict[str, Any]]:
 
 def _content_of(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_whole(path)
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror}); allow reading it, or use another folder") from error
 

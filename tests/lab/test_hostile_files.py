@@ -13,13 +13,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from fuzz import data_files
 from hypothesis import given
 from hypothesis import strategies as st
 
+import gft
 from gft import cli
 from gft.errors import UsageError
-from gft.lab import display, ladder, recipes, records, report, train
+from gft.lab import data, display, ladder, recipes, records, report, train
+from gft.lab.data import documents, folder, text
 from gft.lab.hardness import cnf, reduction, study
 from gft.lab.plain import printable
 
@@ -112,6 +115,34 @@ def test_metrics_that_are_no_metrics_are_refused(tmp_path, refuses):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "val": 2}\n{"step": "1", "val": 2}\n')
     with refuses(UsageError, "line 2: step should be integer and is '1'"):
         report.validation_curve(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["text:~nobody at all/x", "corpus:~nobody at all/x", "imagenette-" + "9" * 5000,
+                                  "text:" + "a" * 5000, "corpus:" + "a/" * 5000, "text:a\n" + "b\n" * 300, "text:a\0b",
+                                  "corpus:\ud800", "text:/dev/zero"], ids=lambda name: repr(name[:20]))
+def test_a_data_set_that_cannot_be_is_refused_wherever_it_is_named(name, tmp_path):
+    config = {**recipes.find("verses-gpt-fp").config(), "seed": 0}
+    config["data"]["name"] = name
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    wrong = []
+    for use in (lambda: train.recipe_of(tmp_path), lambda: data.found(name), lambda: data.load(name)):
+        try:
+            use()
+        except UsageError as error:
+            wrong.append(data_files.wrong_with(error))
+    assert wrong
+    assert set(wrong) == {None}
+
+
+@pytest.mark.parametrize("read", [lambda path: records.read_json(path), lambda path: records.read_result(path),
+                                  lambda path: list(records.read_json_lines(path)), lambda path: text.load_text(path),
+                                  lambda path: folder.content_of(path), lambda path: cnf.read_dimacs(path),
+                                  lambda path: reduction.load_problem(path), lambda path: documents.files_of(path),
+                                  lambda path: gft.load_checkpoint(path, torch.nn.Linear(1, 1))])
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(read, tmp_path):
+    os.mkfifo(tmp_path / "a.txt")
+    with pytest.raises(UsageError, match=r"a\.txt"):
+        read(tmp_path / "a.txt")
 
 
 # ---------------------------------------------------------------------------------------------------- memory

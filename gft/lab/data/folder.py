@@ -17,7 +17,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from gft.errors import UsageError
-from gft.files import written_atomically
+from gft.files import read_whole, written_atomically
 
 
 class DataError(UsageError):
@@ -84,7 +84,7 @@ def _may_write(folder: Path) -> bool:
 def content_of(path: Path) -> bytes:
     """The bytes of a file of data."""
     try:
-        return path.read_bytes()
+        return read_whole(path)
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}); allow reading it, or set GFT_DATA to another folder"
                         ) from error
