@@ -121,7 +121,7 @@ def names() -> list[str]:
     from data_files import READERS
     from targets import TARGETS
 
-    return [*TARGETS, *READERS]
+    return list({**TARGETS, **READERS})
 
 
 # ---------------------------------------------------------------------------------------------------- one target
