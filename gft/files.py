@@ -195,7 +195,8 @@ class FolderLock:
     def __init__(self, folder: Path, mend: str) -> None:
         path = make_folder(folder) / LOCK
         with sentence_for(path):
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            # No link: in a folder from elsewhere it would have some other file emptied.
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
             if _lock(self._descriptor) is False:
                 holder = os.read(self._descriptor, 100).decode("ascii", "replace").strip()
                 os.close(self._descriptor)

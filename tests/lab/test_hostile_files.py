@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gft
-from gft import cli
+from gft import cli, files
 from gft.errors import UsageError
 from gft.lab import data, display, ladder, recipes, records, report, train
 from gft.lab.data import documents, folder, text
@@ -143,6 +143,18 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(read, tmp_path):
     os.mkfifo(tmp_path / "a.txt")
     with pytest.raises(UsageError, match=r"a\.txt"):
         read(tmp_path / "a.txt")
+
+
+def test_links_in_a_run_folder_have_no_other_file_changed(tmp_path, refuses):
+    (tmp_path / "mine").write_text("precious")
+    (tmp_path / "run").mkdir()
+    for name in (".lock", "config.json", "metrics.jsonl"):
+        (tmp_path / "run" / name).symlink_to(tmp_path / "mine")
+    with refuses(UsageError, r"\.lock cannot be written"):
+        files.FolderLock(tmp_path / "run", "wait")
+    records.write_json(tmp_path / "run" / "config.json", {})
+    files.write_text(tmp_path / "run" / "metrics.jsonl", "")
+    assert (tmp_path / "mine").read_text() == "precious"
 
 
 # ---------------------------------------------------------------------------------------------------- memory
