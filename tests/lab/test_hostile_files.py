@@ -111,6 +111,14 @@ def test_chosen_settings_that_are_none_are_refused(content, tmp_path, refuses):
         ladder.as_reported(recipes.find("wiki-ladder-10m-adamw"), tmp_path)
 
 
+@pytest.mark.parametrize("change", [{"step": "1"}, {"step": 10**30}, {"seconds": None}, {"train_s": "x"}, {"joules": [1]},
+                                    {"train_s": float("nan")}], ids=str)
+def test_a_checkpoint_that_counts_nothing_sensible_is_refused(change, tmp_path, refuses):
+    state = {"step": 1, "seconds": 0.5, "train_s": 0.5, "joules": None, **change}
+    with refuses(train.TrainingError, "was not written by this run"):
+        train.reached(state, 1, tmp_path)
+
+
 def test_metrics_that_are_no_metrics_are_refused(tmp_path, refuses):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "val": 2}\n{"step": "1", "val": 2}\n')
     with refuses(UsageError, "line 2: step should be integer and is '1'"):
