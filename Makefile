@@ -1,7 +1,7 @@
 # make demo   set up, then train three networks on embedded data and show them side by side
 # make test   set up, then lint, type-check and run every test (CPU only), the core's first
 # make core   the core's tests alone, in about a minute
-# make fuzz     damage a million checkpoints, states and configs: about an hour
+# make fuzz     damage a million checkpoints, states and configs, and a million files more as coverage leads: over an hour
 # make torture  kill runs 200 times, mutate a million data files, train 100,000 steps: about half an hour
 # make audit    compare the pinned versions with the known holes; needs the network
 # make docs   build the documentation's site into site/
@@ -40,6 +40,12 @@ test: lint core
 
 fuzz: $(VENV)/.installed
 	$(BIN)/python tests/fuzz/fuzz.py --inputs 1000000
+ifeq ($(shell uname -sm),Linux x86_64)
+	$(BIN)/pip install -q --only-binary :all: atheris==3.0.0
+	$(BIN)/python tests/fuzz/guided.py --inputs 1400000
+else
+	@echo "Inputs that follow coverage are left out: atheris has wheels for Linux on x86-64 alone."
+endif
 
 torture: $(VENV)/.installed
 	$(BIN)/python tests/torture.py kills --kills 200

@@ -60,6 +60,16 @@ def written_atomically(path: str | Path) -> Iterator[Path]:
         os.close(held)
 
 
+def read_whole(path: Path) -> bytes:
+    """The bytes of a file, or OSError. A pipe, which an archive can hold as well as a file, would be waited for without end,
+    and a device might never end."""
+    if "\0" in str(path):
+        raise FileNotFoundError(errno.ENOENT, "no name holds a NUL")
+    if path.exists() and not path.is_file() and not path.is_dir():  # of a folder the system says so
+        raise OSError(errno.EINVAL, "it is no file")
+    return path.read_bytes()
+
+
 def write_text(path: str | Path, text: str) -> Path:
     """Write a whole text file, atomically."""
     with written_atomically(path) as unfinished, sentence_for(path):
@@ -82,6 +92,8 @@ def make_folder(path: str | Path) -> Path:
 def sentence_for(path: str | Path, of_the_disk: bool = False) -> Iterator[None]:
     """Where a file lies is the user's choice, so that it cannot be written is the user's to mend. of_the_disk: only errors
     that a disk gives when it is full, failing or read-only; others are the block's own."""
+    if "\0" in str(path):
+        raise UsageError(f"{str(path)!r} cannot be written (no name holds a NUL); give a place where you may write")
     try:
         yield
     except Exception as error:
@@ -183,7 +195,8 @@ class FolderLock:
     def __init__(self, folder: Path, mend: str) -> None:
         path = make_folder(folder) / LOCK
         with sentence_for(path):
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            # No link: in a folder from elsewhere it would have some other file emptied.
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
             if _lock(self._descriptor) is False:
                 holder = os.read(self._descriptor, 100).decode("ascii", "replace").strip()
                 os.close(self._descriptor)

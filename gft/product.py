@@ -99,7 +99,7 @@ def backward(layer: Layer, grad_output: Tensor, saved: tuple[Tensor, Tensor | No
     grad_input = None
     if wants_grad_input and weight is None:
         grad_input = layer.stored_product_back(grad_output, stored, log_gain, x_shape)
-    elif wants_grad_input:
+    elif weight is not None and wants_grad_input:
         grad_input = layer.multiplied_back(grad_output, weight, log_gain, x_shape)
     along = None
     if asks:

@@ -2,6 +2,8 @@
 
 import unicodedata
 
+from gft.errors import one_line
+
 # Control characters (an escape sequence begins with one), and the marks that reorder what stands around them. A lone
 # surrogate is what Python makes of a byte in a file's name that is no UTF-8; it cannot be printed at all.
 STEERING = {"Cc", "Cf", "Cs", "Zl", "Zp"}
@@ -18,8 +20,7 @@ def printable(text: str, lines: bool = True) -> str:
 
 def brief(error: BaseException) -> str:
     """What another library says, for a sentence of ours: its first line, cut where it is long."""
-    first = (str(error).splitlines() or [""])[0] or type(error).__name__
-    return first if len(first) <= 100 else first[:97] + "..."
+    return one_line((str(error).splitlines() or [""])[0] or type(error).__name__)
 
 
 def _written_out(character: str) -> str:

@@ -1,12 +1,12 @@
 """JSON files of runs and tables: written whole, and read with a sentence where one is damaged or holds something else."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from gft.errors import UsageError, shortened
-from gft.files import write_text
+from gft.files import read_whole, write_text
 from gft.saved import is_number
 
 Kinds = Mapping[str, str]  # field -> one of TESTS; with " or none" if it may be null, with " if any" if missing, too
@@ -77,9 +77,26 @@ def read_result(path: Path) -> dict[str, Any]:
     return checked_result(read_object(path), str(path))
 
 
+def read_chosen(path: Path, sizes: Container[str]) -> dict[str, dict[str, Any]]:
+    """row -> size -> {"settings": {"dense.lr": …}, "steps": …}, as `gft tune` wrote it into a table's folder, if it did."""
+    if not path.exists():
+        return {}
+    chosen = read_object(path, {"chosen": "object"})["chosen"]
+    for row in chosen:
+        for size, one in checked(chosen[row], f"{path}, {shortened(row)}", {}).items():
+            name = f"{path}, {shortened(row)} at {shortened(size)}"
+            settings = checked(one, name, {"settings": "object", "steps": "integer"})["settings"]
+            wrong = next((key for key, value in settings.items() if len(key) > 60 or not (
+                is_number(value) or (isinstance(value, (str, bool)) and not key.endswith("lr")))), None)
+            if size not in sizes or wrong is not None:
+                what = f"{shortened(wrong)} is no setting with its value" if size in sizes else "there is no such size"
+                raise UsageError(f"{name}: {what}; mend or delete it")
+    return chosen
+
+
 def _content_of(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_whole(path)
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror}); allow reading it, or use another folder") from error
 

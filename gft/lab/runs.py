@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from gft.errors import UsageError
-from gft.files import FolderInUse, FolderLock, remove_unfinished, sentence_for, write_text
+from gft.files import FolderInUse, FolderLock, read_whole, remove_unfinished, sentence_for, write_text
 from gft.lab import older
 from gft.lab.recipe import DEFAULTS, Recipe, dotted
 from gft.lab.records import parsed, read_object, read_result, write_json
@@ -80,7 +80,7 @@ class RunFolder:
         write_json(self.path / "config.json", self._config)
         kept = []
         with sentence_for(self._metrics):
-            lines = self._metrics.read_bytes().split(b"\n") if self._metrics.exists() else []
+            lines = read_whole(self._metrics).split(b"\n") if self._metrics.exists() else []
         for line in lines:
             try:
                 if parsed(line)["step"] > step:

@@ -34,12 +34,17 @@ def check_state(layer: Any, state_dict: Mapping[str, Any], prefix: str) -> None:
                                      log_gain.is_floating_point()):
         raise UsageError(f"{name}: the state_dict holds a log_gain that is {shortened(log_gain)} where one float belongs")
     if stored is None:
+        if f"{prefix}qweight" in state_dict:
+            raise UsageError(f"{name}: the state_dict holds None where the weight belongs; it is damaged")
         return
     if not isinstance(stored, Tensor) or stored.dtype != layer.qweight.dtype:
         found = f"a {stored.dtype}" if isinstance(stored, Tensor) else shortened(stored)
         raise UsageError(f"{name}: the state_dict holds {found} weight, this layer stores {layer.qweight.dtype}; load "
                          "float weights into the float model and call gft.quantize_ after, or build the layer with the same "
                          "memory")
+    if is_plain(layer.qweight) and not is_plain(stored):
+        raise UsageError(f"{name}: the state_dict holds a weight without numbers of its own (sparse, or on meta); "
+                         "load one that has them")
     code = state_dict.get(f"{prefix}_extra_state")
     storage = layer.storage if code is None else storage_of(layer, code, name)
     if stored.shape == layer.qweight.shape:
@@ -53,6 +58,9 @@ def check_scale(layer: Any, scale: Any, name: str) -> None:
     if scale.shape != layer.scale.shape:
         raise UsageError(f"{name}: the state_dict holds scales of shape {tuple(scale.shape)}, this layer "
                          f"{tuple(layer.scale.shape)}; build it with the same scales=")
+    if is_plain(layer.scale) and not is_plain(scale):
+        raise UsageError(f"{name}: the state_dict holds scales without numbers of their own (sparse, or on meta); "
+                         "load some that have them")
     if _has_numbers(scale) and not are_scales(scale):
         raise UsageError(f"{name}: the state_dict holds scales that are NaN, inf, 0 or below; it is damaged")
 

@@ -16,7 +16,7 @@ it: of these the last adds, and none in a part of a block where another layer gi
 import re
 from collections import Counter
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -67,6 +67,7 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def _matrices(model: nn.Module) -> Iterator[Matrix]:
+    module: Any
     for name, module in model.named_modules():
         if isinstance(module, (nn.Linear, QuantLinear)):
             yield Matrix(name, module.in_features, module.out_features)

@@ -329,6 +329,11 @@ def test_failing_write_leaves_the_old_file_whole(extra, run, tmp_path, refuses):
     assert [file.name for file in tmp_path.iterdir()] == ["run.safetensors"]
 
 
+def test_a_name_that_no_file_can_have_is_refused(refuses):
+    with refuses(gft.UsageError, "no name holds a NUL"):
+        gft.save_checkpoint("a\0b", torch.nn.Linear(1, 1))
+
+
 def test_write_that_fails_on_disk_leaves_no_stray_file(run, tmp_path, refuses):
     path = tmp_path / "run.safetensors"
     path.mkdir()  # a file cannot be renamed over it

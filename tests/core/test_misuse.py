@@ -305,6 +305,18 @@ def test_a_scale_that_is_not_above_0_is_refused_by_steps_and_files(scale, scales
     assert torch.equal(model[0].qweight, before)
 
 
+def test_weights_and_scales_without_numbers_are_refused_in_a_state_dict(refuses):
+    layer = gft.QuantLinear(4, 4, 3)
+    for name, change, says in (("qweight", lambda _: None, "holds None"),
+                               ("qweight", torch.Tensor.to_sparse, "without numbers"),
+                               ("qweight", lambda tensor: tensor.to("meta"), "without numbers"),
+                               ("scale", lambda tensor: tensor.to("meta"), "without numbers")):
+        state = dict(layer.state_dict())
+        state[name] = change(state[name])
+        with refuses(gft.UsageError, says):
+            layer.load_state_dict(state)
+
+
 @pytest.mark.parametrize(("bits", "memory", "byte"), [(4, True, 127), (2, False, 255), (3, False, 14), (8, True, -128)])
 def test_levels_beyond_the_grid_are_refused_in_files(bits, memory, byte, refuses):
     layer = gft.QuantLinear(8, 3, bits, memory=memory)

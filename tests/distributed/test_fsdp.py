@@ -118,6 +118,7 @@ def scenarios(rank: int, folder: Path) -> dict:
     if rank < 2:
         two = DeviceMesh.from_group(pair, "cpu")
         result["two ranks"] = compared("packed", two, parts=(6, 10), group=pair)
+        result["two ranks, signs"] = compared("signs", two, parts=(6, 10), group=pair)
         save_two_steps(two, pair, folder)
     dist.barrier()
     result["resumed"] = resumed(mesh, folder)
@@ -368,6 +369,13 @@ def test_shared_out_weights_move_as_whole_ones_do(scenario, ranks):
 
 def alone(**settings) -> dict:
     return trained("signs", None, parts=(16,), **settings)
+
+
+def test_one_two_and_four_ranks_end_in_the_same_bits(ranks):
+    """By signs, whose sums depend on no rank's scale."""
+    for result in ranks:
+        for end in result["signs"] + result.get("two ranks, signs", ()):
+            assert_equal(end, alone())
 
 
 def test_four_ranks_go_on_from_the_checkpoint_of_two(ranks):

@@ -10,9 +10,11 @@ more than SECONDS, or more memory than LIMIT above what the process has, counts 
 """
 
 import argparse
+import csv
 import gzip
 import io
 import json
+import lzma
 import os
 import random
 import resource
@@ -28,15 +30,18 @@ import zipfile
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the gft that this file lies beside
+
 from gft.errors import UsageError
-from gft.lab import recipes, report, runs, tables
-from gft.lab.data import mnist, pictures, text
-from gft.lab.hardness import cnf, reduction
+from gft.lab import finetune, ladder, recipes, report, runs, tables
+from gft.lab.data import documents, mnist, pictures, text
+from gft.lab.data.dataset import SPLITS
+from gft.lab.hardness import cnf, reduction, study
 from gft.lab.recipe import Recipe
 from gft.lab.records import read_json_lines, read_result
 
@@ -143,6 +148,28 @@ def read_pictures(path: Path) -> object:
     return sum(len(content) for _, content in pictures._read(path, wanted))
 
 
+def read_corpus(path: Path) -> object:
+    files = documents.files_of(path)
+    return sum(len(document) for split in SPLITS for document in files.of(split))
+
+
+def read_chosen(path: Path) -> object:
+    return ladder.as_reported(recipes.find("wiki-ladder-10m-gft-3bit"), path.parent)
+
+
+def read_study(path: Path) -> object:
+    """As `gft hardness report` does, up to the drawing; two files with BETWEEN between them."""
+    kept, _, records = path.read_bytes().partition(BETWEEN)
+    (path.parent / "study.json").write_bytes(kept)
+    (path.parent / "runs.jsonl").write_bytes(records)
+    about, lines = study.read_study(path.parent), study.read_records(path.parent)
+    return study.markdown(study.summary(lines, about["fixed"]["seconds"]), about)
+
+
+def read_trials(path: Path) -> object:
+    return finetune.known(path, finetune.Plan())
+
+
 def read_tgz(path: Path) -> object:
     """The mutated tar is packed here, so that most inputs reach beyond gzip's checksum."""
     target = path.with_suffix(".tgz")
@@ -153,6 +180,16 @@ def read_tgz(path: Path) -> object:
 PICTURES = {"train/n01/a.png": b"\x89PNG" + bytes(40), "val/n01/b.JPEG": b"\xff\xd8" + bytes(30)}
 IDX = b"\0\0\x08\x03" + struct.pack(">3i", 3, 2, 2) + bytes(range(12))
 RESULT = json.dumps(a_result()).encode()
+TEXT = b"A few words of text, again and again.\n\n\n" * 30
+CHOSEN = {"chosen_on": "val", "chosen": {row: {size: {"settings": {"dense.lr": 0.002, "dense.weight_decay": 0.1}, "val": 3.5,
+                                                      "tried": 8, "steps": 100} for size in ("10m", "30m")}
+                                         for row in ("adamw", "gft-3bit")}}
+STUDY = {"fixed": {"seconds": 10.0, "seed": 0, "largest": 3}, "runs": [{"commit": "a", "torch": "2", "cpu": "x", "date": "d",
+                                                                        "command": "gft hardness study"}]}
+RECORD = {"family": "4.26", "size": 20, "instance": 0, "solver": "cdcl", "solved": True, "seconds": 0.5}
+TRIAL = {**asdict(finetune.Trial(3, "fit", "row")), "float": 80.0, "plan": json.dumps(asdict(finetune.Plan()))}
+TRIALS = io.StringIO()
+csv.DictWriter(TRIALS, list(TRIAL)).writerows([{name: name for name in TRIAL}, TRIAL, {**TRIAL, "scales": 64}])
 READERS = {
     "idx": Reader("labels", [IDX, b"\0\0\x08\x01" + struct.pack(">i", 5) + bytes(5)],
                   lambda path: mnist._read_idx(path, ""), 6),
@@ -166,6 +203,13 @@ READERS = {
     "result": Reader("result.json", [RESULT], read_result, 4),
     "table": Reader("runs.jsonl", [RESULT + b"\n" + RESULT.replace(b'"seed": 0', b'"seed": 1')], read_table, 2),
     "json lines": Reader("runs.jsonl", [b'{"a": 1}\n[1, 2]\n'], lambda path: list(read_json_lines(path, cut_last=True)), 3),
+    "chosen": Reader("tuned.json", [json.dumps(CHOSEN).encode()], read_chosen, 3),
+    "study": Reader("study", [json.dumps(STUDY).encode() + BETWEEN + json.dumps(RECORD).encode() + b"\n"], read_study, 3),
+    "trials": Reader("a.csv", [TRIALS.getvalue().encode()], read_trials, 3),
+    "xz": Reader("a.txt.xz", [lzma.compress(TEXT), lzma.compress(TEXT, check=lzma.CHECK_NONE)], read_corpus, 1),
+    "gz": Reader("a.txt.gz", [gzip.compress(TEXT)], read_corpus, 1),
+    "corpus": Reader("a.zip", [packed_zip({"a.md": TEXT}), packed_zip({f"a/{split}.txt": TEXT for split in SPLITS})],
+                     read_corpus, 2),
     "npz": Reader("a.npz", [problem_file(None), problem_file(1), problem_file(3)], read_problem, 1),
     "npz arrays": Reader("arrays", [unpacked_arrays(None), unpacked_arrays(1), unpacked_arrays(3)], read_arrays, 1),
     "zip": Reader("a.zip", [packed_zip(PICTURES)], read_pictures, 2),

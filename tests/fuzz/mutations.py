@@ -59,7 +59,8 @@ def damaged_nest(nest: Any, random: Random, strange: list[Any] | None = None) ->
         value = container[key]
         kind = random.randrange(9)
         if kind == 0:
-            container[key] = random.choice(STRANGE if strange is None else strange)
+            # A copy: the next change may be to what is put here now, and would be found in all inputs after it.
+            container[key] = copy.deepcopy(random.choice(STRANGE if strange is None else strange))
         elif kind == 1 and container is not nest:
             del container[key]
         elif kind == 2 and isinstance(container, list):

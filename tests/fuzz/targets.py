@@ -1,5 +1,5 @@
 """What is fed with damaged inputs, and what must hold of it: it takes them, or refuses them in one sentence and has changed
-nothing. Each target is a class with `damaged(random)`, an input, and `feed(input)`.
+nothing. Each target is a class with `damaged(random)`, an input, `feed(input)`, and `valid`, the files damage begins with.
 """
 
 import copy
@@ -86,6 +86,7 @@ class Checkpoint:
         self.run.step()
         gft.save_checkpoint(whole, self.run.model, self.run.optimizer, self.run.scheduler, step=1, text=["a", {"b": 2.5}])
         self.data, self.whole = whole.read_bytes(), whole
+        self.valid = [self.data]
         content = read_checkpoint(whole)
         self.tensors: dict[str, Tensor] = {}
         self.text = json.dumps({key: flatten(value, key, self.tensors) for key, value in content.items()})
@@ -151,6 +152,8 @@ class Safetensors(Checkpoint):
 class State:
     """Hybrid.load_state_dict, and with it GFT's and AdamW's, of a nest that holds anything."""
 
+    valid: tuple[bytes, ...] = ()  # no file, so none of bytes
+
     def __init__(self) -> None:
         self.run = Run()
         self.run.step()
@@ -191,6 +194,7 @@ class Config:
         self.folder = tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None)
         self.path = Path(self.folder.name) / "config.json"
         self.texts = [json.dumps({**recipe.config(), "seed": 1}) for recipe in list(RECIPES.values())[::5]]
+        self.valid = [text.encode() for text in self.texts]
 
     def damaged(self, random: Random) -> bytes:
         text = random.choice(self.texts)

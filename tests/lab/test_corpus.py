@@ -7,12 +7,14 @@ import itertools
 import lzma
 import math
 import threading
+import tracemalloc
 import zipfile
 
 import numpy as np
 import pytest
 import torch
 
+from gft.errors import UsageError
 from gft.lab import data
 from gft.lab.data import corpus, documents, folder
 from gft.lab.data.sonnets import SONNETS
@@ -166,6 +168,82 @@ def test_what_cannot_be_read_is_said_in_a_sentence(tmp_path, wiki, refuses, monk
     assert data.found("wiki") is None
     with refuses(data.DataError, "there is nothing to fetch"):
         data.fetch("wiki")
+
+
+def test_a_document_may_be_longer_than_what_is_read_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "PIECE", 3)
+    text = "one long\n\ndocument\n\n\n\n\n\ntwo\n\n\n\nthree"
+    (tmp_path / "a.txt").write_text(text)
+    assert list(documents.documents([tmp_path / "a.txt"])) == [one for one in text.split("\n\n\n") if one]
+
+
+@pytest.mark.parametrize("name", ["a.txt.xz", "a.txt.gz", "a.zip"])
+def test_a_packed_text_that_would_fill_the_memory_is_refused(name, tmp_path, monkeypatch, refuses):
+    bomb = b"a" * 2**25
+    if name == "a.zip":
+        with zipfile.ZipFile(tmp_path / name, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("a.txt", bomb)
+    else:
+        (tmp_path / name).write_bytes((lzma if name.endswith("xz") else gzip).compress(bomb))
+    monkeypatch.setattr(documents, "ALWAYS", 2**18)
+    tracemalloc.start()
+    try:
+        with refuses(data.DataError, "it unpacks to more than 200 times its size"):
+            list(documents.documents([tmp_path / name]))
+        assert tracemalloc.get_traced_memory()[1] < 2**25 + 2**23
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("outside", ["/{folder}/secret", "../secret", "a//b"])
+def test_no_name_in_an_archive_leads_out_of_it(outside, tmp_path, refuses):
+    for split in ("train", "val", "test"):
+        (tmp_path / f"secret.{split}.txt").write_text("not for this corpus")
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        for split in ("train", "val", "test"):
+            name = zipfile.ZipInfo(outside.format(folder=tmp_path) + f".{split}.txt")
+            archive.writestr(name, "of the archive")
+    if outside.startswith(".."):  # which zipfile looks for in the archive, and so nowhere else
+        assert list(documents.files_of(tmp_path / "a.zip").of("train")) == ["of the archive"]
+        return
+    with refuses(data.DataError, "is no path inside it"):
+        documents.files_of(tmp_path / "a.zip")
+
+
+@pytest.mark.parametrize(("kind", "content"), [
+    (".txt.gz", gzip.compress(b"text " * 99)[:30] + b"xx" * 20), (".txt.gz", b"\x1f\x8b\x08\x00" + bytes(40)),
+    (".txt.xz", b"\xfd7zXZ\x00" + bytes(40)), (".zip", b"PK\x03\x04" + bytes(40)), (".txt.gz", b"")], ids=str)
+def test_a_packed_text_that_is_damaged_is_said_in_a_sentence(kind, content, tmp_path, refuses):
+    (tmp_path / f"a{kind}").write_bytes(content)
+    if content:
+        with refuses(data.DataError, "cannot be read"):
+            list(documents.documents([tmp_path / f"a{kind}"]))
+    else:
+        assert list(documents.documents([tmp_path / f"a{kind}"])) == []
+
+
+def test_an_encrypted_archive_is_said_in_a_sentence(tmp_path, refuses):
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr("a.txt", "text")
+    content = bytearray((tmp_path / "a.zip").read_bytes())
+    content[6] |= 1
+    content[content.index(b"PK\x01\x02") + 8] |= 1
+    (tmp_path / "a.zip").write_bytes(content)
+    with refuses(data.DataError, "is encrypted"):
+        list(documents.documents([tmp_path / "a.zip"]))
+
+
+def test_kept_files_that_are_damaged_are_named(wiki, refuses):
+    load()
+    (about,) = wiki.rglob("*-train.json")
+    about.write_text('{"tokens": "many"}')
+    with refuses(UsageError, "tokens should be integer"):
+        load()
+    about.unlink()
+    (tokenizer,) = wiki.rglob("*.tokenizer.json")
+    tokenizer.write_text("{}")
+    with refuses(data.DataError, "tokenizer.json is damaged"):
+        load()
 
 
 def test_a_file_of_the_hub_is_checked_by_the_checksum_that_the_hub_states(tmp_path, monkeypatch, refuses):

@@ -13,14 +13,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from fuzz import data_files
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gft import cli
+import gft
+from gft import cli, files
 from gft.errors import UsageError
-from gft.lab import display, recipes, records, report, train
-from gft.lab.hardness import cnf, reduction
+from gft.lab import data, display, ladder, recipes, records, report, train
+from gft.lab.data import documents, folder, text
+from gft.lab.hardness import cnf, reduction, study
 from gft.lab.plain import printable
 
 edits = st.lists(st.tuples(st.floats(0, 1), st.integers(0, 40), st.binary(max_size=12) | st.sampled_from(data_files.WORDS)),
@@ -90,10 +93,76 @@ def test_a_config_of_a_larger_network_than_its_checkpoint_takes_no_memory(tmp_pa
         train.evaluate_run(tmp_path, "val", "cpu")
 
 
+def test_a_study_of_too_many_levels_takes_no_memory(tmp_path, refuses):
+    for largest, says in ((10**12, "largest is 1000000000000, where 1 to"), ("3", "largest should be integer or none")):
+        fixed = {"seconds": 1, "seed": 0, "largest": largest}
+        (tmp_path / "study.json").write_text(json.dumps({"fixed": fixed, "runs": []}))
+        with refuses(UsageError, says):
+            study.read_study(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"[]", b"{}", b'{"chosen": []}', b'{"chosen": {"adamw": 1}}', b"\xff",
+                                     b'{"chosen": {"adamw": {"10m": {"steps": 1, "settings": {"dense.lr": "x"}}}}}',
+                                     b'{"chosen": {"adamw": {"10m": {"steps": 1, "settings": {"dense.lr": 1e999}}}}}',
+                                     b'{"chosen": {"adamw": {"of no size": {"steps": 1, "settings": {}}}}}'])
+def test_chosen_settings_that_are_none_are_refused(content, tmp_path, refuses):
+    (tmp_path / "tuned.json").write_bytes(content)
+    with refuses(UsageError, "tuned.json"):
+        ladder.as_reported(recipes.find("wiki-ladder-10m-adamw"), tmp_path)
+
+
+@pytest.mark.parametrize("change", [{"step": "1"}, {"step": 10**30}, {"seconds": None}, {"train_s": "x"}, {"joules": [1]},
+                                    {"train_s": float("nan")}], ids=str)
+def test_a_checkpoint_that_counts_nothing_sensible_is_refused(change, tmp_path, refuses):
+    state = {"step": 1, "seconds": 0.5, "train_s": 0.5, "joules": None, **change}
+    with refuses(train.TrainingError, "was not written by this run"):
+        train.reached(state, 1, tmp_path)
+
+
 def test_metrics_that_are_no_metrics_are_refused(tmp_path, refuses):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "val": 2}\n{"step": "1", "val": 2}\n')
     with refuses(UsageError, "line 2: step should be integer and is '1'"):
         report.validation_curve(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["text:~nobody at all/x", "corpus:~nobody at all/x", "imagenette-" + "9" * 5000,
+                                  "text:" + "a" * 5000, "corpus:" + "a/" * 5000, "text:a\n" + "b\n" * 300, "text:a\0b",
+                                  "corpus:\ud800", "text:/dev/zero"], ids=lambda name: repr(name[:20]))
+def test_a_data_set_that_cannot_be_is_refused_wherever_it_is_named(name, tmp_path):
+    config = {**recipes.find("verses-gpt-fp").config(), "seed": 0}
+    config["data"]["name"] = name
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    wrong = []
+    for use in (lambda: train.recipe_of(tmp_path), lambda: data.found(name), lambda: data.load(name)):
+        try:
+            use()
+        except UsageError as error:
+            wrong.append(data_files.wrong_with(error))
+    assert wrong
+    assert set(wrong) == {None}
+
+
+@pytest.mark.parametrize("read", [lambda path: records.read_json(path), lambda path: records.read_result(path),
+                                  lambda path: list(records.read_json_lines(path)), lambda path: text.load_text(path),
+                                  lambda path: folder.content_of(path), lambda path: cnf.read_dimacs(path),
+                                  lambda path: reduction.load_problem(path), lambda path: documents.files_of(path),
+                                  lambda path: gft.load_checkpoint(path, torch.nn.Linear(1, 1))])
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(read, tmp_path):
+    os.mkfifo(tmp_path / "a.txt")
+    with pytest.raises(UsageError, match=r"a\.txt"):
+        read(tmp_path / "a.txt")
+
+
+def test_links_in_a_run_folder_have_no_other_file_changed(tmp_path, refuses):
+    (tmp_path / "mine").write_text("precious")
+    (tmp_path / "run").mkdir()
+    for name in (".lock", "config.json", "metrics.jsonl"):
+        (tmp_path / "run" / name).symlink_to(tmp_path / "mine")
+    with refuses(UsageError, r"\.lock cannot be written"):
+        files.FolderLock(tmp_path / "run", "wait")
+    records.write_json(tmp_path / "run" / "config.json", {})
+    files.write_text(tmp_path / "run" / "metrics.jsonl", "")
+    assert (tmp_path / "mine").read_text() == "precious"
 
 
 # ---------------------------------------------------------------------------------------------------- memory
@@ -117,7 +186,14 @@ def with_header(arrays: bytes, name: str, old: bytes, new: bytes) -> bytes:
 
 
 SMALL = {"x": np.ones((3, 4), np.int8), "y": np.ones(3, np.int8), "levels": np.array([-1, 1]), "variables": np.array(3)}
+ZEROS = np.zeros((2**23, 4), np.int8)  # 32 MB, packed to 33 kB
 BOMBS = {
+    "clauses of nothing": npz(**{**SMALL, "x": ZEROS, "y": np.ones(2**23, np.int8)}),
+    "more numbers than its shape says": with_header(npz(**{**SMALL, "x": ZEROS}), "x", b"(8388608, 4)", b"(3, 4)      "),
+    "labels for other points": npz(**{**SMALL, "x": ZEROS}),
+    "millions of levels": npz(**{**SMALL, "levels": np.zeros(2**25, np.int8)}),
+    "one clause again and again": npz(**{**SMALL, "x": np.ones((2**7, 2**13), np.int8), "y": np.ones(2**7, np.int8),
+                                         "variables": np.array(2**13 - 1)}),
     "a largest level of a milliard": npz(**{**SMALL, "levels": np.array([-(10**9), 10**9])}),
     "a shape of a milliard": with_header(npz(**SMALL), "x", b"(3, 4)", b"(31622, 31622)"),
     "levels without points": npz(**{**SMALL, "x": np.ones((1, 30_003), np.int8), "y": np.ones(1, np.int8),

@@ -1,5 +1,6 @@
 """Folders and archives of pictures: found, decoded once, kept, and refused where they are damaged."""
 
+import gzip
 import hashlib
 import io
 import os
@@ -167,7 +168,8 @@ def test_an_archive_that_was_found_is_held_to_its_checksum(tiny, monkeypatch, re
     assert len(data.load("imagenette-16").train[0]) == 4
 
 
-@pytest.mark.parametrize("kind", ["zip", "a picture in tgz", "a header in tgz", "pixels"])
+@pytest.mark.parametrize("kind", ["zip", "a picture in tgz", "a header in tgz", "pixels", "many files in tgz",
+                                  "attributes in tgz"])
 def test_pictures_that_would_fill_the_memory_are_refused(kind, empty, refuses, monkeypatch):
     """A few kilobytes that say they unpack to gigabytes: noticed before they are, by what memory is taken."""
     monkeypatch.setattr(imagenette, "ARCHIVES", ())
@@ -177,6 +179,14 @@ def test_pictures_that_would_fill_the_memory_are_refused(kind, empty, refuses, m
         with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
             for split in ("train", "val"):
                 archive.writestr(f"{split}/n01/a.png", zeros if kind == "zip" else png_header(60_000, 60_000))
+    elif kind == "many files in tgz":
+        path.write_bytes(gzip.compress(tarfile.TarInfo("x").tobuf() * 50_000, 1))
+    elif kind == "attributes in tgz":
+        attributes = b"".join(b"13 %07x=1\n" % number for number in range(2**18))
+        header = tarfile.TarInfo("x")
+        header.type, header.size = tarfile.XHDTYPE, len(attributes)
+        path.write_bytes(gzip.compress(header.tobuf() + attributes, 1))
+        del attributes
     else:
         with tarfile.open(path, "w:gz", compresslevel=1) as archive:
             for split in ("train", "val"):

@@ -15,7 +15,7 @@ from typing import Any
 
 from gft.errors import UsageError
 from gft.lab.recipe import Data, Dense, Integers, Model, Recipe, Schedule, dotted
-from gft.lab.records import read_json
+from gft.lab.records import read_chosen
 
 TABLE = "convolutions"
 SEEDS = 2  # runs a row, unless --seeds says otherwise
@@ -96,15 +96,14 @@ def seeds_of(_: Recipe) -> int:
 # ---------------------------------------------------------------------------------------------------- tuned settings
 
 
-def read_chosen(folder: Path) -> Mapping[str, Mapping[str, Any]]:
-    """row -> size -> {"settings": {"dense.lr": …}, …}, as `gft tune` wrote it into the table's folder, if it did."""
-    file = folder / "tuned.json"
-    return read_json(file)["chosen"] if file.exists() else {}
+def chosen_in(folder: Path) -> Mapping[str, Mapping[str, Any]]:
+    """What `gft tune` has chosen for the table of this folder, if it did."""
+    return read_chosen(folder / "tuned.json", SIZES)
 
 
 def as_reported(one: Recipe, folder: Path) -> Recipe:
     """The recipe as the table's command runs it: with the settings that were chosen on val, and tested at its end."""
-    return with_chosen(one, read_chosen(folder)).updated(data={"test": True})
+    return with_chosen(one, chosen_in(folder)).updated(data={"test": True})
 
 
 def with_chosen(one: Recipe, chosen: Mapping[str, Mapping[str, Any]]) -> Recipe:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gft.lab import figures
-from gft.lab.convolutions import FLOATS, SIZES, place_of, read_chosen, tuned_for
+from gft.lab.convolutions import FLOATS, SIZES, chosen_in, place_of, tuned_for
 
 Row = Mapping[str, Any]
 Line = Mapping[str, Any]
@@ -15,7 +15,7 @@ AVERAGED = ("state_bytes_per_weight", "step_ms", "joules", "peak_bytes")
 
 def convolution_rows(rows: Sequence[Row], lines: Sequence[Line], out: Path) -> list[dict[str, Any]]:
     """The rows of a table with its own columns; out: the table's folder, whose tuned.json says what was chosen."""
-    chosen = read_chosen(out)
+    chosen = chosen_in(out)
     runs = {row["recipe"]: [line for line in lines if line["recipe"] == row["recipe"]] for row in rows}
     test = {name: [line["test"] for line in some if line.get("test") is not None] for name, some in runs.items()}
     made = []

@@ -11,6 +11,7 @@
 `load(name)` gives one, `found(name)` says where it lies, `fetch(name)` downloads it if need be.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +37,7 @@ from gft.lab.data.mnist import (
     load_mnist_images,
 )
 from gft.lab.data.text import Text, fetch_shakespeare, find_shakespeare, load_shakespeare, load_text, load_verses
+from gft.lab.plain import brief
 
 __all__ = [
     "AUGMENT", "LOADERS", "MNIST_FILES", "MNIST_MEAN", "MNIST_MIRRORS", "MNIST_STD", "MNIST_TRAIN", "SPLITS", "Corpus",
@@ -91,18 +93,30 @@ def _entry(name: str) -> Entry:
     if name in ENTRIES:
         return ENTRIES[name]
     kind, _, size = name.partition("-")
-    if kind == "imagenette" and size.isdecimal():
+    if kind == "imagenette" and size.isdecimal() and len(size) < 10:
         return _imagenette(int(size))
     kind, _, path = name.partition(":")
     if kind == "text" and path:
-        file = Path(path).expanduser()
+        file = _path_of(path)
         return Entry(partial(load_text, file), lambda: str(file) if file.is_file() else None, is_text=True)
     if kind == "corpus" and path:
-        place = Path(path).expanduser()
+        place = _path_of(path)
         return Entry(partial(load_corpus, place), lambda: str(place) if place.exists() else None, is_text=True,
                      is_corpus=True)
     raise DataError(f"no data set {shortened(name)}; choose one of {', '.join(names)}, imagenette-SIZE, text:PATH or "
                     "corpus:PATH")
+
+
+def _path_of(text: str) -> Path:
+    """A path that a config names, if a file can have it: not every word is one, and the system would say so anywhere."""
+    try:
+        path = Path(text).expanduser()
+        as_bytes = os.fsencode(path)  # UnicodeEncodeError, of half a character
+    except (RuntimeError, ValueError) as error:
+        raise DataError(f"{shortened(text)} is no path ({brief(error)}); give one of a file or folder") from error
+    if len(as_bytes) > 4095 or any(len(part) > 255 for part in as_bytes.split(b"/")) or set("\0\n\r") & set(text):
+        raise DataError(f"{shortened(text)} is no path (too long, or of several lines); give one of a file or folder")
+    return path
 
 
 def check(name: str) -> None:

@@ -36,6 +36,8 @@ from gft.files import write_text, written_atomically
 from gft.lab.data.dataset import SPLITS, seeded
 from gft.lab.data.documents import PIECE, SEPARATOR, Files, files_of
 from gft.lab.data.folder import DataError, Source, cache_folders, data_folder, retrieve, retrieve_published, writable_cache
+from gft.lab.plain import brief
+from gft.lab.records import read_object
 
 VOCABULARY = 16_384
 LARGEST_VOCABULARY = 65_536  # numbers of 16 bits
@@ -87,7 +89,10 @@ class Preparation:
             kept = writable_cache() / name
             say(f"Learning a vocabulary of {self.vocabulary:,} tokens from the first {SAMPLE / 1e6:g} MB, once")
             write_text(kept, learnt(package, first_characters(self.files.of("train")), self.vocabulary).to_str())
-        return package.Tokenizer.from_str(kept.read_text(encoding="utf-8"))
+        try:
+            return package.Tokenizer.from_str(kept.read_text(encoding="utf-8"))
+        except Exception as error:  # the package raises nothing more exact
+            raise DataError(f"{kept} is damaged ({brief(error)}); delete it, and it will be made anew") from error
 
     def split(self, split: str) -> Kept:
         """The tokens of a split, from the kept file if there is one."""
@@ -98,7 +103,7 @@ class Preparation:
             with written_atomically(kept / names[0]) as unfinished:
                 about = encode(self.files.of(split), self.tokenizer(), unfinished, f"{self.name}, {split}")
             write_text(kept / names[1], json.dumps(about) + "\n")
-        about = json.loads((kept / names[1]).read_text(encoding="utf-8"))
+        about = read_object(kept / names[1], dict.fromkeys(("tokens", "bytes", "documents"), "integer"))
         if (kept / names[0]).stat().st_size != 2 * about["tokens"]:
             raise DataError(f"{kept / names[0]} is damaged; delete it, and it will be made anew")
         return Kept(np.memmap(kept / names[0], np.uint16, "r"), about["bytes"], about["documents"])

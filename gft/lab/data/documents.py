@@ -8,6 +8,8 @@
 A folder is all such files in it. Files whose names say train, val (or valid, validation) and test are these splits. Of
 other files, a document goes to val or test by a hash of its text, one in 200 each, wherever it stands; where documents are
 few, the last tenth of the text is cut off, half of it for each.
+
+Packed files are unpacked as a stream, and no further than a text can have been packed.
 """
 
 import gzip
@@ -19,16 +21,19 @@ import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from gft.lab.data.dataset import SPLITS
 from gft.lab.data.folder import DataError
+from gft.lab.plain import brief, printable
 
 SEPARATOR = "\n\n\n"
 PIECE = 1 << 22  # characters read at once
 HELD_BACK = 200  # a document in so many goes to val, and another to test
 FEW = 20 * HELD_BACK  # documents; with fewer, a text is cut instead
+RATIO = 200  # to 1: no text that somebody wrote can be packed so well (4 or 5 to 1 is usual, a log's 20)
+ALWAYS = 1 << 26  # bytes that a packed file may become, however small it is
 TEXTS = (".txt", ".tokens", ".md", ".raw")
 PACKED = (".xz", ".gz", ".zst")
 KINDS = (*TEXTS, *PACKED, ".zip", ".parquet")
@@ -70,9 +75,9 @@ def files_of(path: Path) -> Files:
     if all(by_split.values()):
         return Files(by_split, [])
     if len(files) == 1 and files[0].suffix.lower() == ".zip":
-        members = {name: split_named(name) for name in _members(files[0])}
+        members = {files[0] / name: split_named(name) for name in _members(files[0])}
         if set(SPLITS) <= set(members.values()):
-            return Files({split: [files[0] / name for name, its in members.items() if its == split] for split in SPLITS}, [])
+            return Files({split: [path for path, its in members.items() if its == split] for split in SPLITS}, [])
     return Files({}, files)
 
 
@@ -93,35 +98,73 @@ def documents(files: Sequence[Path]) -> Iterator[str]:
 
 
 def _separated(file: Path) -> Iterator[str]:
-    with _sentences_for(file), _opened(file) as stream:
-        rest = ""
-        while piece := stream.read(PIECE):
-            *whole, rest = (rest + piece).split(SEPARATOR)
-            yield from whole
-        yield rest
+    with _sentences_for(file):
+        for stream in _opened(file):
+            parts, tail = [], ""  # of a document that has not ended; a whole text may be one
+            while piece := stream.read(PIECE):
+                *others, tail = (tail + piece).split(SEPARATOR)
+                for end in others:
+                    yield "".join((*parts, end))
+                    parts = []
+                # A separator may begin in one piece and end in the next.
+                parts.append(tail[: 1 - len(SEPARATOR)])
+                tail = tail[1 - len(SEPARATOR) :]
+            yield "".join((*parts, tail))
 
 
-@contextmanager
 def _opened(file: Path) -> Iterator[IO[str]]:
-    """A text file, packed or in a .zip (its path goes on inside), as characters."""
-    archive = next((parent for parent in file.parents if parent.suffix.lower() == ".zip" and parent.is_file()), None)
-    if archive is None and file.suffix.lower() == ".zip":
-        with zipfile.ZipFile(file) as whole:
-            contents = SEPARATOR.join(whole.read(name).decode("utf-8-sig") for name in _members(file))
-        yield io.StringIO(contents)
-        return
+    """A text file, packed or in a .zip (its path goes on inside), as characters; of a .zip, one text after the other."""
+    archive = next((place for place in (file, *file.parents) if place.suffix.lower() == ".zip" and place.is_file()), None)
     if archive is not None:
-        with zipfile.ZipFile(archive) as whole, whole.open(file.relative_to(archive).as_posix()) as raw:
-            yield io.TextIOWrapper(raw, "utf-8-sig", newline="")
+        names = _members(archive) if archive == file else [file.relative_to(archive).as_posix()]
+        with zipfile.ZipFile(archive) as whole:
+            left = _most_of(archive)
+            for name in names:
+                with whole.open(name) as raw:
+                    bounded = _Bounded(raw, left)
+                    yield _characters(bounded)
+                    left = bounded.left
         return
     openers: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open, ".zst": _zstandard(file)}
     with openers.get(file.suffix.lower(), open)(file, "rb") as raw:
-        yield io.TextIOWrapper(raw, "utf-8-sig", newline="")
+        yield _characters(_Bounded(raw, _most_of(file)))
+
+
+def _characters(raw: io.RawIOBase) -> IO[str]:
+    return io.TextIOWrapper(io.BufferedReader(raw, 1 << 16), "utf-8-sig", newline="")
+
+
+def _most_of(file: Path) -> int:
+    return max(RATIO * file.stat().st_size, ALWAYS)
+
+
+class _Bounded(io.RawIOBase):
+    """A stream that ends with an error where it is longer than it may be."""
+
+    def __init__(self, stream: IO[bytes], most: int) -> None:
+        self._stream, self.left = stream, most
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int:
+        piece = self._stream.read(len(into))
+        self.left -= len(piece)
+        if self.left < 0:
+            raise ValueError(f"it unpacks to more than {RATIO} times its size, as no text does")
+        into[: len(piece)] = piece
+        return len(piece)
 
 
 def _members(archive: Path) -> list[str]:
+    """The names of an archive's texts. One that is no path inside it ("/etc/a.txt") would lead elsewhere when it is joined
+    to the archive's."""
     with _sentences_for(archive), zipfile.ZipFile(archive) as whole:
-        return sorted(name for name in whole.namelist() if Path(name).suffix.lower() in TEXTS)
+        names = sorted({name for name in whole.namelist() if Path(name).suffix.lower() in TEXTS})
+        for name in names:
+            if PurePosixPath(name).is_absolute() or str(PurePosixPath(name)) != name:
+                raise ValueError(f"it names a file {printable(name[:40], lines=False)}, which is no path inside it")
+        return names
 
 
 def _zstandard(file: Path) -> Callable[..., Any]:
@@ -146,7 +189,10 @@ def _rows(file: Path) -> Iterator[str]:
         if "text" not in table.schema_arrow.names:
             raise DataError(f"{file} has no column text; give files whose documents are in a column of that name")
         for batch in table.iter_batches(columns=["text"], batch_size=1024):
-            yield from (text for text in batch.column(0).to_pylist() if text)
+            texts = [text for text in batch.column(0).to_pylist() if text]
+            if not all(isinstance(text, str) for text in texts):
+                raise DataError(f"{file} has other values than text in its column text; give files of documents")
+            yield from texts
 
 
 @contextmanager
@@ -155,8 +201,10 @@ def _sentences_for(file: Path) -> Iterator[None]:
         yield
     except UnicodeDecodeError as error:
         raise DataError(f"{file} is not UTF-8 (byte {error.start} of a piece); save it in that encoding") from error
-    except (OSError, EOFError, lzma.LZMAError, zipfile.BadZipFile) as error:
-        raise DataError(f"{file} cannot be read ({error}); fetch or unpack it again") from error
+    except DataError:
+        raise
+    except Exception as error:  # of many kinds, by format and package; only what reads is inside
+        raise DataError(f"{file} cannot be read ({brief(error)}); fetch or unpack it again") from error
 
 
 # ---------------------------------------------------------------------------------------------------- splits

@@ -17,7 +17,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from gft.errors import UsageError
-from gft.files import written_atomically
+from gft.files import read_whole, written_atomically
 
 
 class DataError(UsageError):
@@ -84,7 +84,7 @@ def _may_write(folder: Path) -> bool:
 def content_of(path: Path) -> bytes:
     """The bytes of a file of data."""
     try:
-        return path.read_bytes()
+        return read_whole(path)
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}); allow reading it, or set GFT_DATA to another folder"
                         ) from error
@@ -137,7 +137,11 @@ def retrieve_published(what: str, url: str, folder: Path, progress: bool, mend: 
     try:
         stated = _stated_checksum(url)
         name, bar = url.rsplit("/", 1)[-1], progress and sys.stderr.isatty()
-        return Path(pooch.retrieve(url, f"sha256:{stated}", name, folder, progressbar=bar))
+        with written_atomically(folder / name) as unfinished:
+            pooch.retrieve(url, f"sha256:{stated}", unfinished.name, unfinished.parent, progressbar=bar)
+        return folder / name
+    except UsageError:  # of the disk
+        raise
     except (OSError, ValueError) as error:
         why = "is there a network?" if isinstance(error, OSError) else str(error).splitlines()[0].partition(". ")[0]
         raise DataError(f"{what} is not in {data_folder()} and could not be fetched ({why}); {mend}") from None

@@ -45,6 +45,8 @@ MOST_BYTES = 2**25  # of one packed picture
 MOST_PIXELS = 2**25  # of one decoded: 100 MB
 MOST_WAITING = 2**26  # bytes of packed pictures that wait to be decoded
 RATIO = 1032  # to 1 is the most that deflate, zip's and gzip's compression, can do
+FEWEST_BYTES = 64  # of an archive for each file in it: no picture is smaller, however well it is packed
+MOST_HEADER = 2**20  # bytes of a .tgz that only name a file or tell of it
 Splits = dict[str, tuple[Tensor, Tensor]]  # "train" and "val" -> images (n, 3, size, size) uint8, labels (n,) int64
 
 
@@ -252,13 +254,27 @@ def _zip(source: Path) -> Members:
 
 def _tgz(source: Path) -> Members:
     with gzip.open(source) as unpacked:
-        with tarfile.open(fileobj=_InSmallPieces(unpacked), mode="r:") as archive:
-            for member in archive:
+        with tarfile.open(fileobj=_InSmallPieces(unpacked), mode="r:", tarinfo=_Member) as archive:
+            most = 1000 + source.stat().st_size // FEWEST_BYTES
+            for number, member in enumerate(archive):
+                if number >= most:
+                    raise tarfile.ReadError("it lists more files than it can hold")
                 file = archive.extractfile(member) if member.isreg() else None
                 yield member.name, member.size if file else 0, file.read if file else bytes
         # tar ends before gzip does; only at the very end does gzip compare its checksum.
         while unpacked.read(2**20):
             pass
+
+
+class _Member(tarfile.TarInfo):
+    """A header that refuses to go on for megabytes: tarfile takes all of it to pieces, a dict of the smallest of them."""
+
+    @classmethod
+    def frombuf(cls, buf: Any, encoding: str, errors: str) -> "_Member":
+        member = super().frombuf(buf, encoding, errors)
+        if member.size > MOST_HEADER and not (member.isreg() or member.isdir()):
+            raise tarfile.ReadError(f"a header says it has {member.size:,} bytes")
+        return member
 
 
 class _InSmallPieces(io.RawIOBase):

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gft.files import read_whole
 from gft.lab.data.dataset import named_split, seeded
 from gft.lab.data.folder import DataError, Source, data_folder, retrieve
 from gft.lab.data.sonnets import SONNETS
@@ -147,7 +148,8 @@ def load_shakespeare(context: int = CONTEXT) -> Text:
 def load_text(path: Path, context: int = CONTEXT) -> Text:
     """Any UTF-8 file."""
     try:
-        text = path.read_text("utf-8-sig")  # the mark some editors put first is not part of the text
+        text = read_whole(path).decode("utf-8-sig")  # the mark some editors put first is not part of the text
+        text = text.replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 (byte {error.start}); save it in that encoding") from error
     except OSError as error:

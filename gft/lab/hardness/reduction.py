@@ -22,10 +22,10 @@ import struct
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import numpy as np
 
@@ -36,7 +36,12 @@ from gft.lab.hardness.cnf import Formula
 SIGNS = (-1, 1)
 FORMAT = "gft separability 1"
 MOST_ENTRIES = 2**28  # of a dense x; at one byte an entry 256 MiB
+MOST_LEVELS = 2**16  # in a file
 DEFLATE = 1032  # to 1 is the most that zip's compression can do; a file that promises more lies
+# Points, and entries other than 0, for each byte of a packed file: one bit is less than any of them takes, unless it says
+# one clause over and over. Each becomes objects of Python, of 40 bytes and more.
+MOST_A_BYTE = 8
+AT_ONCE = 2**22  # entries that are looked at together
 ARRAYS = {"x": 2, "y": 1, "levels": 1, "variables": 0, "format": 0}  # of a file, with their dimensions
 
 
@@ -123,8 +128,9 @@ def points_before_clauses(units: Units | None, variables: int) -> int:
 def chained_units(levels: Sequence[int]) -> Units:
     """A column a level: v1 < v2 < ... is a chain as long as the grid, so each link has its level. Fits any levels."""
     count = len(levels)
-    one = np.eye(count, dtype=np.int64)
-    return Units(one[1:] - one[:-1], list(levels), one[-1], one[-2], one[-3] if count > 2 else None)
+    one = np.eye(count, dtype=np.int8)  # a file may have thousands of levels
+    high, low, *below = (one[-place].astype(np.int64) for place in range(1, min(count, 3) + 1))
+    return Units(one[1:] - one[:-1], list(levels), high, low, below[0] if below else None)
 
 
 def doubling_units(largest: int) -> Units:
@@ -215,14 +221,44 @@ def assignment_of(weights: np.ndarray, problem: Separability) -> np.ndarray:
 
 def formula_of(problem: Separability) -> Formula:
     """The formula a data set was made from (as `Formula.cleaned` leaves it, literals in the order of their variables); any
-    other data is refused."""
+    other data is refused. A few rows at a time, since x may be as large as memory allows."""
     units = units_of(problem)
-    clause_rows = np.sign(problem.x[points_before_clauses(units, problem.variables):, : problem.variables])
-    formula = Formula.of(([int(j + 1) * int(row[j]) for j in np.flatnonzero(row)] for row in clause_rows), problem.variables)
-    again = reduce_with(formula, problem.levels, units)
-    if not (np.array_equal(again.x, problem.x) and np.array_equal(again.y, problem.y)):
+    before = points_before_clauses(units, problem.variables)
+    if problem.points < before or not (problem.y == 1).all() or not (units is None or _begins_with(problem, units)):
         raise UsageError(NOT_REDUCED)
-    return formula
+    clauses: list[tuple[int, ...]] = []
+    rows_at_once = max(1, AT_ONCE // problem.columns)
+    for start in range(before, problem.points, rows_at_once):
+        clauses += _clauses_of(problem.x[start : start + rows_at_once], problem.variables, units)
+    return Formula.of(clauses, problem.variables)
+
+
+def _begins_with(problem: Separability, units: Units) -> bool:
+    """Are the first rows the unit points, and the box points where there are any?"""
+    variables, count = problem.variables, len(units.points)
+    first = problem.x[:count]
+    if first[:, :variables].any() or not np.array_equal(first[:, variables:], units.points):
+        return False
+    if units.below is None:
+        return True
+    boxes = problem.x[count : count + variables]
+    is_eye = (np.diagonal(boxes) == 1).all() and np.count_nonzero(boxes[:, :variables]) == variables
+    return bool(is_eye and (boxes[:, variables:] == -units.below).all())
+
+
+def _clauses_of(rows: np.ndarray, variables: int, units: Units | None) -> list[tuple[int, ...]]:
+    """The clauses that some clause points were made of."""
+    points, columns = np.nonzero(rows[:, :variables])
+    signs = rows[points, columns].astype(np.int64)
+    widths, negated = (np.bincount(some, minlength=len(rows))[:, None] for some in (points, points[signs < 0]))
+    if units is None:
+        rest = np.where(widths > 0, np.maximum(widths - 1, 1), 0)  # signs_offset, of many
+    else:
+        rest = negated * units.high - (widths - negated) * units.low
+    if not ((np.abs(signs) == 1).all() and np.array_equal(rows[:, variables:], rest)):
+        raise UsageError(NOT_REDUCED)
+    literals, ends = ((columns + 1) * signs).tolist(), np.cumsum(widths).tolist()
+    return [tuple(literals[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 NOT_REDUCED = "this data set is not the reduction of a formula; make one with: gft hardness reduce FILE.cnf -o DATA.npz"
@@ -253,17 +289,20 @@ def save_problem(problem: Separability, path: Path | str) -> None:
 
 
 def load_problem(path: Path | str) -> Separability:
-    """Read what `save_problem` wrote. Sizes are held to the file's own before memory is taken: see `_array`."""
+    """Read what `save_problem` wrote. Nothing is unpacked before all headers fit each other and the size of the file."""
     path = Path(path)
     if not path.is_file():
         raise UsageError(f"there is no file {path}; make it with: gft hardness reduce FILE.cnf -o {path}")
     try:
         with zipfile.ZipFile(path) as archive:
-            arrays = {name: _array(archive, name, dimensions, path.stat().st_size) for name, dimensions in ARRAYS.items()}
+            size = path.stat().st_size
+            headers = {name: _header(archive, name, size) for name in ARRAYS}
+            _check_fit(headers, size)
+            arrays = {name: _array(archive, name, header) for name, header in headers.items()}
         if str(arrays["format"]) != FORMAT:
             raise ValueError("of another format")
-        if not all(np.issubdtype(arrays[name].dtype, np.integer) for name in ("x", "y", "levels", "variables")):
-            raise ValueError("not of integers")
+        if np.count_nonzero(arrays["x"]) > MOST_A_BYTE * size:
+            raise ValueError("of more literals than the file has bits")
         return Separability(arrays["x"], arrays["y"], tuple(arrays["levels"].tolist()), int(arrays["variables"]))
     except (KeyError, EOFError, OSError, ValueError, TypeError, IndexError, OverflowError, RecursionError, SyntaxError,
             RuntimeError, zipfile.BadZipFile, zlib.error, struct.error, tokenize.TokenError) as error:
@@ -271,21 +310,60 @@ def load_problem(path: Path | str) -> Separability:
                          ) from error
 
 
-def _array(archive: zipfile.ZipFile, name: str, dimensions: int, size: int) -> np.ndarray:
-    """An array of an .npz file, whose directory and whose header may each promise more than there is: neither is believed
-    before it is held to the size of the file."""
+class Header(NamedTuple):
+    """What an .npz says of an array before it is unpacked."""
+
+    shape: tuple[int, ...]
+    by_column: bool
+    dtype: np.dtype
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def _header(archive: zipfile.ZipFile, name: str, size: int) -> Header:
+    """The directory and the header of an array may each promise more than there is: neither is believed before it is held
+    to the other, and both to the size of the file."""
     entry = archive.getinfo(f"{name}.npy")
     if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or (
             entry.file_size > DEFLATE * size or entry.compress_size > size):
         raise ValueError("packed as no file of ours is")
     with archive.open(entry) as file:
-        if np.lib.format.read_magic(file) != (1, 0):
-            raise ValueError("of another version")
-        shape, by_column, dtype = np.lib.format.read_array_header_1_0(file, max_header_size=1000)
-        count = math.prod(shape)
-        if dtype.hasobject or len(shape) != dimensions or count > MOST_ENTRIES or count * dtype.itemsize > entry.file_size:
+        header = _read_header(file)
+        if len(header.shape) != ARRAYS[name] or header.bytes != entry.file_size - file.tell():
             raise ValueError("of no such shape")
-        content = file.read()  # to its end, where its checksum is compared
-    if len(content) != count * dtype.itemsize:
+    return header
+
+
+def _read_header(file: IO[bytes]) -> Header:
+    if np.lib.format.read_magic(file) != (1, 0):
+        raise ValueError("of another version")
+    header = Header(*np.lib.format.read_array_header_1_0(file, max_header_size=1000))
+    if header.dtype.hasobject:
+        raise ValueError("of objects")
+    return header
+
+
+def _check_fit(headers: Mapping[str, Header], size: int) -> None:
+    """Raise unless arrays of these shapes can be a data set in a file of this size."""
+    (points, columns), (levels,) = headers["x"].shape, headers["levels"].shape
+    if not all(np.issubdtype(headers[name].dtype, np.integer) for name in ("x", "y", "levels", "variables")):
+        raise ValueError("not of integers")
+    if (headers["y"].shape != (points,) or columns == 0 or points * columns > MOST_ENTRIES or levels > MOST_LEVELS or
+            points > MOST_A_BYTE * size or headers["format"].bytes > 4 * 100):
+        raise ValueError("of sizes that do not fit")
+
+
+def _array(archive: zipfile.ZipFile, name: str, header: Header) -> np.ndarray:
+    """Unpacked piece by piece: at once, zipfile would hold it twice."""
+    content = np.empty(header.bytes, np.uint8)
+    with archive.open(f"{name}.npy") as file:
+        _read_header(file)
+        start = 0
+        while piece := file.read(AT_ONCE):  # to its end, where its checksum is compared
+            content[start : start + len(piece)] = np.frombuffer(piece, np.uint8)
+            start += len(piece)
+    if start != header.bytes:
         raise ValueError("of another length")
-    return np.frombuffer(content, dtype).reshape(shape, order="F" if by_column else "C")
+    return content.view(header.dtype).reshape(header.shape, order="F" if header.by_column else "C")

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from gft.errors import UsageError
+from gft.errors import UsageError, shortened
 from gft.files import FolderLock, sentence_for, write_text
 from gft.lab import markdown as tables
 from gft.lab.hardness.cnf import HARDEST_RATIO, Formula, random_assignment, random_formula
 from gft.lab.hardness.heuristics import HEURISTICS
 from gft.lab.hardness.plot import plot_study
-from gft.lab.hardness.reduction import Separability, levels_up_to, reduce_formula, weight_set
+from gft.lab.hardness.reduction import MOST_LEVELS, Separability, levels_up_to, reduce_formula, weight_set
 from gft.lab.hardness.solvers import Answer, solve_formula, solve_separability
 from gft.lab.provenance import commit, described, versions
 from gft.lab.records import checked, read_json_lines, read_object, write_json, write_lines
@@ -193,8 +193,11 @@ def open_folder(settings: Settings, out: Path, about: Mapping[str, str]) -> dict
 
 def read_study(out: Path) -> dict[str, Any]:
     kept = read_object(out / "study.json", {"fixed": "object", "runs": "list"})
-    kinds = {"seconds": "number", "seed": "integer", "largest": "integer if any"}
-    checked(kept["fixed"], f"{out / 'study.json'}, fixed", kinds)
+    kinds = {"seconds": "number", "seed": "integer", "largest": "integer or none"}
+    largest = checked(kept["fixed"], f"{out / 'study.json'}, fixed", kinds)["largest"]
+    if largest is not None and not 0 < largest <= MOST_LEVELS:  # all of them are listed
+        raise UsageError(f"{out / 'study.json'}: largest is {shortened(largest)}, where 1 to {MOST_LEVELS} is sensible; "
+                         "mend or delete it")
     for about in kept["runs"]:
         checked(about, f"{out / 'study.json'}, runs", {})
     return kept

@@ -17,7 +17,7 @@ from typing import Any
 from gft.errors import UsageError
 from gft.lab.models.llama import inner_width
 from gft.lab.recipe import PAPERS_RULE, Data, Dense, Integers, Model, Recipe, Schedule
-from gft.lab.records import read_json
+from gft.lab.records import read_chosen
 
 TABLE = "wiki-ladder"
 BATCH, CONTEXT, VOCABULARY = 16, 1024, 16_384
@@ -121,9 +121,7 @@ def four_digits(number: float) -> float:
 
 def as_reported(one: Recipe, folder: Path) -> Recipe:
     """The recipe as the table's command runs it: with the settings that were chosen on val, and tested at its end."""
-    file = folder / "tuned.json"
-    chosen = read_json(file)["chosen"] if file.exists() else {}
-    return with_chosen(one, chosen).updated(data={"test": True})
+    return with_chosen(one, read_chosen(folder / "tuned.json", SIZES)).updated(data={"test": True})
 
 
 def with_chosen(one: Recipe, chosen: Mapping[str, Mapping[str, Any]]) -> Recipe:
