@@ -97,10 +97,9 @@ def backward(layer: Layer, grad_output: Tensor, saved: tuple[Tensor, Tensor | No
         read = read if wants_grad_input or not read.turned else None
     weight, quantized = votes.quantize_grad(layer.features_last(grad_output, layer.rows), sequence, read)
     grad_input = None
-    if wants_grad_input and weight is None:
-        grad_input = layer.stored_product_back(grad_output, stored, log_gain, x_shape)
-    elif weight is not None and wants_grad_input:
-        grad_input = layer.multiplied_back(grad_output, weight, log_gain, x_shape)
+    if wants_grad_input:
+        grad_input = (layer.stored_product_back(grad_output, stored, log_gain, x_shape) if weight is None
+                      else layer.multiplied_back(grad_output, weight, log_gain, x_shape))
     along = None
     if asks:
         along = Along(layer.read_floats(weight, stored, log_gain, grad_output),

@@ -247,5 +247,6 @@ def test_c_products_leave_what_torch_must_carry_along_to_torch(c_twins):
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(x[0], tangent)
         carried = torch.autograd.forward_ad.unpack_dual(ops.linear(dual, stored, storage)).tangent
+    assert carried is not None
     assert torch.allclose(carried, ops.linear.definition(tangent, stored, storage), atol=1e-5)
     assert ops.linear(x[0].requires_grad_(), stored, storage).requires_grad

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor  # pyright: ignore[reportMissingImports]
 from torch.autograd import forward_ad
 
 from gft.ops import checks
@@ -221,8 +222,7 @@ def linear_back(grad_output: Tensor, stored: Tensor, storage: Storage, columns: 
 
 def _is_plain(x: Tensor) -> bool:
     """Has x numbers in memory, and nothing that torch would have to carry through a product of it (vmap, jvp, gradients)?"""
-    return not (torch._C._functorch.is_functorch_wrapped_tensor(x)  # type: ignore[attr-defined]
-                or forward_ad._current_level >= 0
+    return not (is_functorch_wrapped_tensor(x) or forward_ad._current_level >= 0
                 or (x.requires_grad and torch.is_grad_enabled()))
 
 
