@@ -306,11 +306,10 @@ def measures(model: nn.Module, data: DataSet, recipe: Recipe, value: float) -> d
 
 def reached(extra: dict[str, Any], steps: int, checkpoint: Path) -> tuple[int, float]:
     """The step and the seconds of training that a checkpoint of this run stands at."""
-    step: Any = extra.get("step")
-    seconds: Any = extra.get("seconds")
-    counted = seconds, extra.get("train_s", 0.0), 0.0 if extra.get("joules") is None else extra["joules"]
-    if not (isinstance(step, int) and 0 <= step <= steps and all(isinstance(one, (int, float)) and is_number(one)
-                                                                 for one in counted)):
+    step, seconds = extra.get("step"), extra.get("seconds")
+    counted = extra.get("train_s", 0.0), 0.0 if extra.get("joules") is None else extra["joules"]
+    if not (isinstance(step, int) and 0 <= step <= steps and isinstance(seconds, (int, float)) and is_number(seconds) and
+            all(isinstance(one, (int, float)) and is_number(one) for one in counted)):
         raise TrainingError(f"{checkpoint} was not written by this run (it is to have {steps} steps); restore it from a "
                             "copy, or train anew in another folder")
     return step, seconds
