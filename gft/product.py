@@ -45,9 +45,6 @@ class Layer(Protocol):
     def product_dtype(self, x: Tensor) -> torch.dtype: ...
     def check_input(self, x: Tensor) -> None: ...
     def stored_product(self, x: Tensor, log_gain: Tensor | None) -> Tensor: ...
-    def reads_inside(self, like: Tensor) -> bool: ...
-    def stored_product_back(self, grad_output: Tensor, stored: Tensor, log_gain: Tensor | None,
-                            x_shape: torch.Size) -> Tensor: ...
     def to_read(self, stored: Tensor, log_gain: Tensor | None, like: Tensor, *,
                 of_grad: bool = False) -> ops.StoredWeight: ...
     def multiplied(self, x: Tensor, weight: Tensor, log_gain: Tensor | None) -> Tensor: ...
@@ -70,10 +67,10 @@ def forward(layer: Layer, x: Tensor, log_gain: Tensor | None) -> tuple[Tensor, T
         return layer.stored_product(x, log_gain), None, None
     layer.check_input(x)
     sequence = layer.sequence_length(x.shape)
-    read = None if layer.reads_inside(x) else layer.to_read(layer.qweight, log_gain, x)
-    weight, quantized = votes.quantize_x(layer.features_last(x, layer.inputs), sequence, layer.training, read)
-    y = layer.stored_product(x, log_gain) if weight is None else layer.multiplied(x, weight, log_gain)
-    return y, _packed(quantized.q, votes.vote.within(sequence)), quantized.squares
+    weight, quantized = votes.quantize_x(layer.features_last(x, layer.inputs), sequence, layer.training,
+                                         layer.to_read(layer.qweight, log_gain, x))
+    assert weight is not None
+    return layer.multiplied(x, weight, log_gain), _packed(quantized.q, votes.vote.within(sequence)), quantized.squares
 
 
 def backward(layer: Layer, grad_output: Tensor, saved: tuple[Tensor, Tensor | None, Tensor | None], log_gain: Tensor | None,
@@ -82,6 +79,7 @@ def backward(layer: Layer, grad_output: Tensor, saved: tuple[Tensor, Tensor | No
     stored, kept, squares = saved
     votes = None if kept is None else layer.votes
     asks = votes is not None and (log_gain is not None or votes.reads_weight)
+    read = layer.to_read(stored, log_gain, grad_output, of_grad=True)
     if votes is None or kept is None:
         if layer.casts is not None and not x_shape.numel():
             layer.casts.abstain((layer.rows, layer.columns), grad_output.device)
@@ -89,17 +87,14 @@ def backward(layer: Layer, grad_output: Tensor, saved: tuple[Tensor, Tensor | No
             layer.warn_untrained()
         if not wants_grad_input:
             return None, None
-        return layer.stored_product_back(grad_output, stored, log_gain, x_shape), None
+        return layer.multiplied_back(grad_output, ops.float_levels(*read), log_gain, x_shape), None
     sequence = layer.sequence_length(x_shape)
-    read = None
-    if (wants_grad_input and not layer.reads_inside(grad_output)) or asks:
-        read = layer.to_read(stored, log_gain, grad_output, of_grad=True)
-        read = read if wants_grad_input or not read.turned else None
-    weight, quantized = votes.quantize_grad(layer.features_last(grad_output, layer.rows), sequence, read)
+    weight, quantized = votes.quantize_grad(layer.features_last(grad_output, layer.rows), sequence,
+                                            read if wants_grad_input or (asks and not read.turned) else None)
     grad_input = None
     if wants_grad_input:
-        grad_input = (layer.stored_product_back(grad_output, stored, log_gain, x_shape) if weight is None
-                      else layer.multiplied_back(grad_output, weight, log_gain, x_shape))
+        assert weight is not None
+        grad_input = layer.multiplied_back(grad_output, weight, log_gain, x_shape)
     along = None
     if asks:
         along = Along(layer.read_floats(weight, stored, log_gain, grad_output),

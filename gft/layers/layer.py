@@ -397,16 +397,6 @@ class QuantLayer(nn.Module):
         self.check_input(x)
         return self.multiplied(x, ops.float_levels(*self.to_read(self.qweight, log_gain, x)), log_gain)
 
-    def stored_product_back(self, grad_output: Tensor, stored: Tensor, log_gain: Tensor | None,
-                            x_shape: torch.Size) -> Tensor:
-        """grad_output · weight, read out for it likewise: x's gradient."""
-        weight = ops.float_levels(*self.to_read(stored, log_gain, grad_output, of_grad=True))
-        return self.multiplied_back(grad_output, weight, log_gain, x_shape)
-
-    def reads_inside(self, like: Tensor) -> bool:
-        """Is there a product with such a tensor that reads the weight out by itself, bit by bit?"""
-        return False
-
     def to_read(self, stored: Tensor, log_gain: Tensor | None, like: Tensor, places: int = 1,
                 of_grad: bool = False) -> ops.StoredWeight:
         """The stored weight as it is to be read out for a product with a tensor like this one: the same value as long as

@@ -67,7 +67,7 @@ class QuantLinear(QuantLayer):
                              f"size must be {self.in_features}")
 
     def stored_product(self, x: Tensor, log_gain: Tensor | None) -> Tensor:
-        if x.numel() > ops.FEW_ROWS * self.columns and not self.reads_inside(x):
+        if x.numel() > ops.FEW_ROWS * self.columns:
             return super().stored_product(x, log_gain)
         self.check_input(x)
         rows, scale = x.reshape(-1, self.columns), None
@@ -78,16 +78,6 @@ class QuantLinear(QuantLayer):
         if scale is not None:
             y = (y * scale[:, None]).to(x.dtype)
         return y.view(*x.shape[:-1], self.rows)
-
-    def stored_product_back(self, grad_output: Tensor, stored: Tensor, log_gain: Tensor | None,
-                            x_shape: torch.Size) -> Tensor:
-        if not self.reads_inside(grad_output):
-            return super().stored_product_back(grad_output, stored, log_gain, x_shape)
-        rows = grad_output.reshape(-1, self.rows)
-        return ops.linear_back(rows, stored, self.storage, self.columns, self.scaling(log_gain)).view(x_shape)
-
-    def reads_inside(self, like: Tensor) -> bool:
-        return like.device.type == "cpu" and self.eight_bits is None
 
     def scaled_product(self, x: Tensor, log_gain: Tensor | None = None) -> Tensor:
         if self.eight_bits is None or exporting() or not torch.compiler.is_compiling():

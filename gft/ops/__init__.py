@@ -4,7 +4,7 @@
     prepare       read_and_quantize, preparer                    the first two of these and of levels, in one launch
     windows       patches, depthwise_votes                       int8 images -> what a kernel saw of them; their votes
     products      votes_product, sequence_votes                  int8 -> votes
-                  along_levels, linear, linear_back              votes · weight; x, stored weight -> y, and back
+                  along_levels, linear                           votes · weight; x, stored weight -> y
     lowprecision  round_tokens, multiply_tokens                  the same product of 8-bit numbers
     levels        float_levels, pack_fields, unpack_fields       stored bytes -> numbers, and back
     rounding      rounding_plan, round_weights, round_many       votes -> plan -> moved weights
@@ -25,7 +25,6 @@ from gft.ops.products import (
     along_levels,
     grouped_votes_product,
     linear,
-    linear_back,
     multiply,
     sequence_votes,
     sequence_votes_and_counts,
@@ -46,8 +45,8 @@ from gft.ops.windows import Unfolded, Window, depthwise_votes, patches
 
 __all__ = ["FEW_ROWS", "FP8", "INT8", "PLAIN", "MeanSquare", "Operation", "Preparer", "Quantized", "Rounded", "RoundingJob",
            "RoundingPlan", "Scaling", "StoredWeight", "Tokens", "TopKPlan", "Unfolded", "Window", "along_levels",
-           "depthwise_votes", "float_levels", "grouped_votes_product", "kth_largest", "linear", "linear_back",
-           "mean_square", "multiply", "multiply_tokens", "pack_fields", "patches", "preparer", "quantize",
-           "read_and_quantize", "round_many", "round_some_rows", "round_tokens", "round_weights", "rounding_plan",
-           "runs_of", "sequence_votes", "sequence_votes_and_counts", "sums_of_squares", "take_mean", "times_factors",
-           "tokens_last", "topk_plan", "topk_plan_of_rows", "topk_weights", "twins", "unpack_fields", "votes_product"]
+           "depthwise_votes", "float_levels", "grouped_votes_product", "kth_largest", "linear", "mean_square", "multiply",
+           "multiply_tokens", "pack_fields", "patches", "preparer", "quantize", "read_and_quantize", "round_many",
+           "round_some_rows", "round_tokens", "round_weights", "rounding_plan", "runs_of", "sequence_votes",
+           "sequence_votes_and_counts", "sums_of_squares", "take_mean", "times_factors", "tokens_last", "topk_plan",
+           "topk_plan_of_rows", "topk_weights", "twins", "unpack_fields", "votes_product"]

@@ -117,16 +117,6 @@ def linear(x: Tensor,  # (n, columns) float
     return multiply(x, float_levels(stored, storage, x.shape[1], x.dtype, scaling).t())
 
 
-@operation
-def linear_back(grad_output: Tensor,  # (n, rows) float
-                stored: Tensor,  # (rows, bytes) or (rows, columns)
-                storage: Storage,
-                columns: int,
-                scaling: Scaling = PLAIN) -> Tensor:  # (n, columns) of grad_output's type
-    """grad_output · weight: the same layer's backward product."""
-    return multiply(grad_output, float_levels(stored, storage, columns, grad_output.dtype, scaling))
-
-
 @cache
 def _cpu_multiplies_bfloat16() -> bool:
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()

@@ -19,8 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor  # pyright: ignore[reportMissingImports]
-from torch.autograd import forward_ad
 
 from gft.ops import checks
 from gft.ops.activations import LARGEST_SQUARED, MeanSquare, Quantized, take_mean
@@ -33,7 +31,6 @@ from gft.ops.native.interface import (
     LevelsJob,
     MoveJob,
     Parts,
-    ProductJob,
     QuantizeJob,
     SquaresJob,
     ToIntJob,
@@ -42,7 +39,7 @@ from gft.ops.native.interface import (
     c_storage,
     filled,
 )
-from gft.ops.products import EXACT_IN_FLOAT32, FEW_ROWS
+from gft.ops.products import EXACT_IN_FLOAT32
 from gft.ops.rounding import CLIP, RoundingJob, RoundingPlan, share_of_newest, suited
 from gft.ops.topk import TopKPlan
 from gft.philox import NoiseKey
@@ -61,8 +58,7 @@ def twins() -> dict[str, Callable[..., Any]]:
     """The operations that C does, by name; none where it cannot be built."""
     if library() is None:
         return {}
-    offered = (quantize, float_levels, linear, linear_back, votes_product, sums_of_squares, rounding_plan, round_weights,
-               topk_weights)
+    offered = (quantize, float_levels, votes_product, sums_of_squares, rounding_plan, round_weights, topk_weights)
     return {function.__name__: function for function in offered}
 
 
@@ -206,42 +202,6 @@ def float_levels(stored: Tensor, storage: Storage, columns: int, dtype: torch.dt
 
 
 # ---------------------------------------------------------------------------------------------------- products
-
-
-def linear(x: Tensor, stored: Tensor, storage: Storage, scaling: Scaling = PLAIN) -> Tensor:
-    """x · weight^T (products.linear)."""
-    checks.check_stored(stored, storage, x.shape[1])
-    return _product(_functions().gft_forward, x, stored, storage, x.shape[1], len(stored), scaling)
-
-
-def linear_back(grad_output: Tensor, stored: Tensor, storage: Storage, columns: int, scaling: Scaling = PLAIN) -> Tensor:
-    """grad_output · weight (products.linear_back)."""
-    checks.check_stored(stored, storage, columns)
-    return _product(_functions().gft_backward, grad_output, stored, storage, columns, columns, scaling)
-
-
-def _is_plain(x: Tensor) -> bool:
-    """Has x numbers in memory, and nothing that torch would have to carry through a product of it (vmap, jvp, gradients)?"""
-    return not (is_functorch_wrapped_tensor(x) or forward_ad._current_level >= 0
-                or (x.requires_grad and torch.is_grad_enabled()))
-
-
-def _product(work: Any, x: Tensor, stored: Tensor, storage: Storage, columns: int, width: int, scaling: Scaling) -> Tensor:
-    """Either product, `width` wide, with the weight read out on the way."""
-    checks.check_scaling(scaling, stored, columns)
-    functions = _functions()
-    tile, panel = functions.gft_product_rows(), functions.gft_product_columns()
-    fits = tile > 0 and len(x) > FEW_ROWS and x.dtype is torch.float32 and scaling.by_group is None
-    if not fits or not x.numel() or not stored.numel() or not _is_plain(x):
-        return NotImplemented
-    (tokens, depth), x, stored = x.shape, x.contiguous(), stored.contiguous()
-    tiles, out = -(-tokens // tile), torch.empty(tokens, width)
-    packed = _scratch.borrow((tiles * tile * depth,))
-    job = ProductJob(x.data_ptr(), packed.data_ptr(), stored.data_ptr(), out.data_ptr(), float(scaling.factors()), tokens,
-                     depth, columns, len(stored), c_storage(storage))
-    _side_by_side(functions.gft_pack_floats, job, tiles, x.numel())
-    _side_by_side(work, job, -(-width // panel), tokens * width)
-    return out
 
 
 def votes_product(grad_output: Tensor, x: Tensor, into: Tensor | None = None, means: Sequence[MeanSquare] = ()) -> Tensor:

@@ -81,8 +81,6 @@ def _each(c_type: Any, names: str) -> list[tuple[str, Any]]:
 QuantizeJob = job("QuantizeJob", *_each(POINTER, "values factor out squares"), *_each(LONG, "columns piece"),
                   *_each(FLOAT, "top largest_squared"), ("key", CKey))
 LevelsJob = job("LevelsJob", *_each(POINTER, "stored out"), ("factor", FLOAT), ("columns", LONG), ("storage", CStorage))
-ProductJob = job("ProductJob", *_each(POINTER, "x packed stored out"), ("factor", FLOAT),
-                 *_each(LONG, "tokens depth columns rows"), ("storage", CStorage))
 ToIntJob = job("ToIntJob", ("values", POINTER))
 VotesJob = job("VotesJob", *_each(POINTER, "grad x packed votes"), *_each(LONG, "tokens rows columns"))
 SquaresJob = job("SquaresJob", *_each(POINTER, "votes by_row by_column"), *_each(LONG, "columns piece"),
@@ -92,15 +90,12 @@ MoveJob = job("MoveJob", *_each(POINTER, "stored votes"), ("columns", LONG), ("w
 Parts = job("Parts", *_each(POINTER, "work job"), *_each(LONG, "rows step next total"))
 
 # Done on ranges of rows, by a job.
-WORKS = ("gft_quantize", "gft_levels", "gft_to_int", "gft_pack_floats", "gft_forward", "gft_backward",
-         "gft_pack_x", "gft_votes", "gft_squares", "gft_round", "gft_topk")
+WORKS = ("gft_quantize", "gft_levels", "gft_to_int", "gft_pack_x", "gft_votes", "gft_squares", "gft_round", "gft_topk")
 # name: (result, arguments)
 SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     **{name: (LONG, [POINTER, LONG, LONG]) for name in WORKS},
     "gft_take_parts": (None, [POINTER]),
     "gft_huge_pages": (None, [POINTER, LONG]),
-    "gft_product_rows": (LONG, []),
-    "gft_product_columns": (LONG, []),
     "gft_panel_columns": (LONG, []),
     "gft_group_tokens": (LONG, []),
     "gft_factors": (None, [POINTER, POINTER, LONG, LONG, CMoments, POINTER, POINTER, POINTER]),

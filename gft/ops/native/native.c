@@ -2,13 +2,12 @@
  *
  *     noise.h    random numbers
  *     stored.h   weights as bytes, as values, as floats
- *     product.h  x · weight, grad_output · weight
  *     votes.h    grad_output^T · x of bytes
  *     moves.h    votes -> factors -> moved weights
  *
- * Every operation is a function of a job and of a range of rows, so that threads can share it (gft_take_parts). But for
- * product.h they equal the torch definition bit for bit: integers throughout, and float products that are followed by no
- * addition (built with -ffp-contract=off). Loops are written for the compiler to vectorise: over short arrays, in the narrowest type that holds
+ * Every operation is a function of a job and of a range of rows, so that threads can share it (gft_take_parts). They equal
+ * the torch definition bit for bit: integers throughout, and float products that are followed by no addition (built with
+ * -ffp-contract=off). Loops are written for the compiler to vectorise: over short arrays, in the narrowest type that holds
  * the numbers, without branches.
  */
 #include <math.h>
@@ -80,15 +79,6 @@ typedef struct {
 } LevelsJob;
 
 typedef struct {
-    const float *x; /* (tokens, depth): x, or grad_output in the backward pass */
-    float *packed; /* x, by gft_pack_floats */
-    const uint8_t *stored;
-    float *out, factor;
-    int64_t tokens, depth, columns, rows;
-    Storage storage;
-} ProductJob;
-
-typedef struct {
     const int8_t *grad, *x;
     uint8_t *packed; /* x, by gft_pack_x */
     int32_t *votes;
@@ -126,7 +116,6 @@ static inline float within(float a, float most) {
 
 #include "noise.h"
 #include "stored.h"
-#include "product.h"
 #include "votes.h"
 #include "moves.h"
 
