@@ -115,6 +115,23 @@ def test_c_float_levels_lie_in_kept_memory_only_once(c_twins, monkeypatch):
     assert bool((levels(twos[:40]) == 2).all())
 
 
+def test_no_more_is_kept_of_memory_that_was_lent_than_a_bound(monkeypatch):
+    monkeypatch.setattr(native, "NOT_REUSED", 1)
+    monkeypatch.setattr(native, "MOST_KEPT", 4000)
+    scratch = native._Scratch()
+
+    def kept():
+        return [block.memory.nbytes for block in scratch.blocks]
+
+    lent = [scratch.borrow((400,)) for _ in range(3)]
+    assert kept() == [1600, 1600]  # the third is its borrower's alone
+    del lent
+    scratch.borrow((100_000,))
+    assert kept() == [400_000]  # one of any size
+    scratch.borrow((10,), torch.int64)
+    assert kept() == [80]
+
+
 @pytest.mark.parametrize(("bits", "shape"), [(2, (1, 1)), (2, (5, 1030)), (3, (37, 131)), (4, (5, 1025)), (5, (6, 515))])
 def test_packing_and_unpacking_are_inverse_and_equal_the_definition(triton_twins, bits, shape):
     width, largest = field_bits(bits), largest_level(bits)

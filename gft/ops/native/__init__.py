@@ -50,7 +50,7 @@ LEAST_A_THREAD = 1 << 15  # elements; fewer do not repay waking a thread
 PARTS_A_THREAD = 4  # taken one by one: a thread that is held up leaves its share to the others
 ROWS_OF_VOTES = 64  # as many as native.c packs at once
 NOT_REUSED = 1 << 18  # bytes; a block this large may go back to the system when it is freed (glibc), and be new each time
-MOST_IDLE = 1024  # loans; a step of a large network takes some hundred
+MOST_KEPT = 1 << 26  # bytes; a model that is gone leaves no more behind
 HUGE_PAGES = 1 << 22  # bytes; in a block this large there are some, wherever it begins
 
 
@@ -127,16 +127,16 @@ class _Block:
     """A piece of kept memory, and who has it."""
 
     def __init__(self, nbytes: int) -> None:
-        self.memory, self.idle = _empty((nbytes,), torch.uint8), 0  # the latter: loans of others since it was lent
+        self.memory = _empty((nbytes,), torch.uint8)
         self.borrower: Callable[[], Any] = lambda: None
 
 
 class _Scratch:
     """Memory kept for large tensors that are soon gone and needed anew: the system clears what it hands out, page by page.
-    A block is lent to one tensor at a time, and let go of when nobody has wanted it for long."""
+    A block is lent to one tensor at a time. Those lent last are kept, one of any size, several up to MOST_KEPT together."""
 
     def __init__(self) -> None:
-        self.blocks: list[_Block] = []
+        self.blocks: list[_Block] = []  # the one lent last first
         self.lock = threading.Lock()
 
     def borrow(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -145,14 +145,11 @@ class _Scratch:
         if nbytes < NOT_REUSED:
             return torch.empty(shape, dtype=dtype)
         with self.lock:
-            free = [block for block in self.blocks if block.borrower() is None]
-            for block in free:
-                block.idle += 1
-            fitting = [block for block in free if nbytes <= block.memory.nbytes <= 2 * nbytes]
-            block = min(fitting, key=lambda block: block.memory.nbytes) if fitting else _Block(nbytes)
-            block.idle = 0
-            kept = (one for one in self.blocks if one is not block and one.idle < MOST_IDLE)
-            self.blocks = [*kept, block]
+            fitting = [one for one in self.blocks if one.borrower() is None and nbytes <= one.memory.nbytes <= 2 * nbytes]
+            block = min(fitting, key=lambda one: one.memory.nbytes) if fitting else _Block(nbytes)
+            self.blocks = [block, *(one for one in self.blocks if one is not block)]
+            while len(self.blocks) > 1 and sum(one.memory.nbytes for one in self.blocks) > MOST_KEPT:
+                self.blocks.pop()
             # Every tensor made from this array keeps it alive, so its end is theirs.
             array = block.memory.numpy()[:nbytes]
             block.borrower = weakref.ref(array)
