@@ -123,7 +123,7 @@ def built_in(accumulators: Sequence[VoteAccumulator], groups: Sequence[Mapping[s
         if votes.device != device or votes.data_ptr() % ALIGNED or not votes.is_contiguous():
             return None
         found.append((votes.dtype, one.bound.bit_length(), one.backwards, len(one.mean_squares),
-                      layer.qweight.data_ptr(), layer.storage, layer.scale_number(), one.vote, one.seed,
+                      layer.qweight.data_ptr(), layer.storage, layer.scale_number(), layer.branches, one.vote, one.seed,
                       *(0 if kept is None else kept.data_ptr() for kept in (one.x_rms, one.grad_rms, one.second_moment))))
     if not found or torch.cuda.is_current_stream_capturing():
         return None

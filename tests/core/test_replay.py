@@ -193,13 +193,15 @@ def test_other_batches_are_not_replayed_by_the_old_ones(pair):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("change", ["rule", "seed", "scale", "state_dict"])
+@pytest.mark.parametrize("change", ["rule", "seed", "scale", "branches", "state_dict"])
 def test_what_changes_between_steps_counts_from_the_next_on(pair, change):
     for loop in pair:
         for number in range(5):
             loop.step(number)
         if change == "scale":
             loop.model[0].scale.mul_(1.5)
+        elif change == "branches":
+            loop.model[0].branches = 9
         elif change == "state_dict":
             loop.optimizer.load_state_dict(loop.optimizer.state_dict())
         else:
