@@ -24,6 +24,7 @@ from gft.errors import UsageError
 from gft.files import write_text
 from gft.lab.bench import written
 from gft.lab.markdown import table
+from gft.lab.recipe import Integers
 from gft.lab.report import CONVOLUTION_COLUMNS, LADDER_COLUMNS
 from gft.lab.traffic import traffic_table
 from gft.lab.transfer import SIZES, place_of
@@ -44,7 +45,6 @@ VARIANTS = {"": "with memory", "-packed": "packed", "-paper": "`gft.PAPER`"}
 HARDEST = ("Hybrid-2 2bit", "Quantized 2bit")  # of a table, the row with the fewest bits in the most places
 # What others published of the same network, for a reader who wonders about our full precision: nanoGPT's README, "best
 # validation loss", 5000 steps of 64 × 256 characters.
-DEFAULT_LR = 0.1  # of gft.GFT
 PUBLISHED = {"shakespeare-gpt": ("nanoGPT's README", 1.4697)}
 
 
@@ -354,12 +354,13 @@ def transfer(results: Path) -> str:
     for (row, size), by_rate in sorted(losses.items(), key=lambda one: (one[0][0], SIZES.index(one[0][1]))):
         best = min(by_rate.values())
         shown = {rate: f"**{loss:.3f}**" if loss == best else f"{loss:.3f}" for rate, loss in by_rate.items()}
-        behind = f"{by_rate[DEFAULT_LR] / best - 1:.1%}" if DEFAULT_LR in by_rate else ""
+        behind = f"{by_rate[Integers.lr] / best - 1:.1%}" if Integers.lr in by_rate else ""
         lines.append([spaced(row.removeprefix("gft-")).replace("-", ", "), size.replace("x", "×"),
                       *(shown.get(rate, "") for rate in rates), behind])
     asked = [f" --set {key}={once(str(run['config'][part][key]) for run in runs)}"
              for part, key in (("data", "batch"), ("data", "context"), ("schedule", "steps"))]
-    return (table(["integers", "width × depth", *(f"lr {rate:g}" for rate in rates), "lr 0.1 behind the best"], lines)
+    header = ["integers", "width × depth", *(f"lr {rate:g}" for rate in rates), f"lr {Integers.lr:g} behind the best"]
+    return (table(header, lines)
             + f"\n\nn = 1, seed {once(str(run['seed']) for run in runs)}, "
             + ", ".join(f"{name} {once(str(run[key]) for run in runs)}".strip() for key, name in (
                 ("commit", "commit"), ("device", ""), ("torch", "torch"))) + f": `gft tune transfer{''.join(asked)}`.")

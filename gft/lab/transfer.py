@@ -14,7 +14,6 @@ from gft.lab.recipe import Data, Dense, Integers, Model, Recipe, Schedule
 TABLE = "transfer"
 HEAD = 32  # features of an attention head
 SIZES = ("64x4", "128x4", "256x4", "512x4", "1024x4", "2048x4", "64x12", "64x24", "256x12", "256x24")
-ON_A_CPU = ("64x4", "128x4", "256x4", "64x12", "64x24")
 RATE, AT_WIDTH = 8e-3, 256  # of embedding and head: the best of the ladder's at width 384, falling from this width on
 STEPS, WARMUP = 400, 16
 

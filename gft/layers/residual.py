@@ -22,6 +22,7 @@ from torch import nn
 
 from gft.layers.layer import QuantLayer
 from gft.layers.linear import QuantLinear
+from gft.layers.twins import is_transposed_linear
 
 
 class Matrix(NamedTuple):
@@ -71,7 +72,7 @@ def _matrices(model: nn.Module) -> Iterator[Matrix]:
     for name, module in model.named_modules():
         if isinstance(module, (nn.Linear, QuantLinear)):
             yield Matrix(name, module.in_features, module.out_features)
-        elif type(module).__name__ == "Conv1D" and hasattr(module, "nf"):  # GPT-2's: (inputs, outputs)
+        elif is_transposed_linear(module):  # (inputs, outputs)
             yield Matrix(name, *module.weight.shape)
 
 
