@@ -217,14 +217,17 @@ def _train(recipe: Recipe, folder: RunFolder, options: Options) -> Iterator[Prog
     clock = saved_at
     loss = torch.zeros(())
 
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(model(x), y, recipe.data.label_smoothing)
+
+    # With its loss: the logits of a large vocabulary are most of a small model's bytes, and need not be written as float32.
     # What is rare and of another shape, evaluation and the last batch of an epoch, runs the model as it is: to compile it
     # for that, too, would take longer than it saves.
-    compiled = torch.compile(model) if compiles else model
+    compiled = torch.compile(loss_of) if compiles else loss_of
 
     def take_step(x: Tensor, y: Tensor) -> Tensor:
         with precision(recipe, on):
-            logits = (compiled if len(x) == recipe.data.batch else model)(x)
-        loss = cross_entropy(logits, y, recipe.data.label_smoothing)
+            loss = (compiled if len(x) == recipe.data.batch else loss_of)(x, y)
         optimizer.zero_grad(); loss.backward()
         if clipped:
             nn.utils.clip_grad_norm_(clipped, recipe.dense.clip or 0.0)

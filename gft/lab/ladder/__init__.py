@@ -83,7 +83,7 @@ def recipe(size_name: str, row_name: str) -> Recipe:
     integers = dataclasses.replace(row.integers, lr=lr) if latents else row.integers
     return Recipe(f"{TABLE}-{size_name}-{row_name}", TABLE, f"{size_name.upper()}, {row.title}", None, "loss",
                   Data("wiki", batch=BATCH, eval_batch=BATCH, context=CONTEXT, vocabulary=VOCABULARY),
-                  Model("llama", width=size.width, depth=size.depth, heads=size.heads, precision="bf16"),
+                  Model("llama", width=size.width, depth=size.depth, heads=size.heads, precision="bf16", compiled=True),
                   integers, Dense(lr=lr, beta2=0.95, optimizer=row.optimizer, clip=1.0),
                   Schedule(size.steps, warmup=size.steps // 26, eval_every=size.steps // 20))
 
