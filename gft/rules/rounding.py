@@ -54,6 +54,7 @@ MOST_THRESHOLD = 3.0  # rms; beyond it next to nothing moves
 AUTO = "auto"  # the threshold that suits a move
 PACKED_LR = 0.5  # of lr without memory: nothing averages out what the rounding adds
 REFERENCE_INPUTS = 128  # at which, in a layer that preserves variance, lr is the rms move in levels of a 4-bit grid
+REFERENCE_BRANCHES = 12  # up to which layers that add to a residual stream move as far as all others
 LARGEST_GROWTH = 4.0  # a layer that starts smaller moves as if it were so many times its size, at most
 
 
@@ -174,10 +175,11 @@ def levels_per_step(scale: float, bits: int, inputs: int, branches: int = 1) -> 
     0.35 · lr of what a weight is in a layer that preserves variance, 1/sqrt(inputs), however small the layer's own start
     is. And moves that agree with x add up over the inputs while the weights themselves add up at random, so relative to
     its output a layer moves sqrt(inputs) times faster: divide by that, too, beyond 128 inputs. Layers that add to one
-    residual stream have their moves added up there, so each of them moves by 1/sqrt(branches) (layers/residual.py).
+    residual stream have their moves added up there, so beyond 12 of them each moves by 12/branches (layers/residual.py).
     """
     size = min(1 / math.sqrt(inputs), LARGEST_GROWTH * scale / SPACING[bits])
-    return SPACING[4] * size / scale * min(1.0, math.sqrt(REFERENCE_INPUTS / inputs)) / math.sqrt(branches)
+    width = min(1.0, math.sqrt(REFERENCE_INPUTS / inputs))
+    return SPACING[4] * size / scale * width * min(1.0, REFERENCE_BRANCHES / branches)
 
 
 def rms_beyond(threshold: float) -> float:

@@ -3,12 +3,13 @@
     wiki-ladder-SIZE-ROW         wiki-ladder-10m-adamw, wiki-ladder-85m-gft-2bit-packed, …
 
 One pass over the text at most, so that nothing can be learnt by heart. All matrices of the blocks are what a row trains in
-its own way; embedding, norms and head are floats and learn by AdamW in all of them. The other methods' settings are chosen
-on val at 10M and 30M (`gft tune`), into tuned.json beside the table's runs, and carried to other sizes by `transferred`;
-gft's are its defaults. The test split is read when a run of the table has ended, by `gft reproduce` alone.
+its own way; embedding, norms and head are floats and learn by AdamW in all of them. Settings are chosen on val at the small
+sizes (`gft tune`), into tuned.json beside the table's runs, and carried to other sizes by `transferred`; rows that were not
+tuned have the library's defaults. The test split is read when a run of the table has ended, by `gft reproduce` alone.
 """
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,18 +129,20 @@ def with_chosen(one: Recipe, chosen: Mapping[str, Mapping[str, Any]]) -> Recipe:
     """The recipe with the settings that were chosen: row -> size -> {"settings": {"dense.lr": …}, …}.
 
     Floats learn as AdamW's own row does, unless the row has a choice of its own; the share of the rate that float blocks
-    take is for rows that have them. A method that was tuned at some number of bits has the same settings at others; gft's
-    rows have none but those of their very own.
+    take is for rows that have them. A method that was tuned at some number of bits has the same settings at others, of
+    several those of the most bits.
     """
     _, row = place_of(one.name)
-    kind = row.partition("-")[0]
-    own = chosen.get(row)
-    if own is None and kind not in ("gft", "adamw"):
-        own = next((of_row for name, of_row in chosen.items() if name.partition("-")[0] == kind), None)
+    alike = sorted(name for name in chosen if _without_bits(name) == _without_bits(row))
+    own = chosen.get(row) or (chosen[alike[-1]] if alike else None)
     settings = {key: value for key, value in transferred(one, chosen.get("adamw", {})).items()
                 if key.startswith("dense.") and (key != "dense.blocks" or one.integers.layers == "none")}
     settings |= transferred(one, own or {})
     return one.changed([f"{key}={value}" for key, value in settings.items()])
+
+
+def _without_bits(row: str) -> str:
+    return re.sub(r"-\d+bit", "", row)
 
 
 def transferred(one: Recipe, by_size: Mapping[str, Any]) -> dict[str, float]:
