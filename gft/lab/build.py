@@ -15,6 +15,7 @@ from gft.lab.models import CNN, DNN, GPT, Llama, ViT
 from gft.lab.models.resnet import resnet_for
 from gft.lab.muon import Muon
 from gft.lab.recipe import SEES_IMAGES, Integers, Recipe
+from gft.layers import quantized_layers
 from gft.rules import Rule
 from gft.votes import Vote
 
@@ -125,7 +126,8 @@ def build_optimizer(recipe: Recipe, model: nn.Module, seed: int) -> gft.Hybrid:
         parts.append(Muon(list(matrices.values()), dense.lr * dense.blocks, dense.weight_decay))
         rest = [weight for weight in rest if id(weight) not in matrices]
     on_gpu = bool(rest) and rest[0].is_cuda
-    groups = groups_of_floats(recipe, rest, matrices.keys())
+    gains = {id(layer.log_gain) for layer in quantized_layers(model).values() if layer.log_gain is not None}
+    groups = groups_of_floats(recipe, rest, matrices.keys(), gains)
     if rest and dense.optimizer == "sgd":
         # All that a step changes lies on the device, and fused it reads lr there; so it can be captured, which gft.Captured
         # takes from "capturable". torch has no such setting for SGD.
@@ -137,14 +139,18 @@ def build_optimizer(recipe: Recipe, model: nn.Module, seed: int) -> gft.Hybrid:
     return gft.Hybrid(*parts)
 
 
-def groups_of_floats(recipe: Recipe, parameters: list[nn.Parameter], blocks: Collection[int]) -> list[dict[str, Any]]:
-    """As language models are trained: the blocks' matrices (by id), at their share of lr, other matrices, and vectors, which
-    do not decay. The paper's networks, and convolutional ones, learn and decay as a whole."""
+def groups_of_floats(recipe: Recipe, parameters: list[nn.Parameter], blocks: Collection[int],
+                     gains: Collection[int]) -> list[dict[str, Any]]:
+    """As language models are trained: what the blocks have of their own, matrices or integer layers' gains (by id), at their
+    share of lr; other matrices; and vectors, which do not decay, as gains do not. The paper's networks, and convolutional
+    ones, learn and decay as a whole."""
     if recipe.model.name != "llama":
         return [{"params": list(parameters)}]
-    groups = [{"params": [one for one in parameters if id(one) in blocks], "lr": recipe.dense.lr * recipe.dense.blocks},
+    share = recipe.dense.lr * recipe.dense.blocks
+    groups = [{"params": [one for one in parameters if id(one) in blocks], "lr": share},
+              {"params": [one for one in parameters if id(one) in gains], "lr": share, "weight_decay": 0.0},
               {"params": [one for one in parameters if one.dim() > 1 and id(one) not in blocks]},
-              {"params": [one for one in parameters if one.dim() < 2], "weight_decay": 0.0}]
+              {"params": [one for one in parameters if one.dim() < 2 and id(one) not in gains], "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
 

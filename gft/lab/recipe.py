@@ -208,7 +208,8 @@ class Dense:
     optimizer: str = "adamw"  # or sgd; or muon: the matrices of a transformer's blocks by Muon, on AdamW's lr, all else by
     # AdamW
     clip: float | None = None  # gradients together are made no longer than this; None: left as they are
-    blocks: float = 1.0  # llama: the rate of its blocks' matrices, as a share of lr; embedding and head often want more
+    blocks: float = 1.0  # llama: the rate of its blocks' matrices, or of the gains of integer ones, as a share of lr;
+    # embedding and head often want more
 
     def __post_init__(self) -> None:
         _choose(self, optimizer=("adamw", "muon", "sgd"))
@@ -265,9 +266,17 @@ class Recipe:
         if self.dense.optimizer == "muon" and (self.integers.layers != "none" or self.model.name not in TRANSFORMERS):
             raise UsageError("dense.optimizer=muon trains the float matrices of a transformer's blocks, and here are none; "
                              "leave it at adamw")
-        if self.dense.blocks != 1 and (self.integers.layers != "none" or self.model.name != "llama"):
-            raise UsageError(f"dense.blocks={self.dense.blocks} would not be used: it is for the float blocks of a llama; "
-                             "leave it at 1")
+        if self.dense.blocks != 1 and not self.has_rate_of_blocks:
+            raise UsageError(f"dense.blocks={self.dense.blocks} would not be used: it is for the float blocks of a llama, or "
+                             "for the gains of its integer ones; leave it at 1")
+
+    @property
+    def has_rate_of_blocks(self) -> bool:
+        """Do blocks have floats of their own, but for their norms, to which dense.blocks can give another rate? Integer
+        layers have gains if asked for, and at 2 bits."""
+        integers = self.integers
+        gains = integers.gain if integers.gain is not None else integers.bits == 2 and integers.init != "paper"
+        return self.model.name == "llama" and (integers.layers == "none" or (integers.method == "gft" and gains))
 
     def updated(self, **changes: Any) -> "Recipe":
         """A copy with fields changed, those of a part given as a dict: updated(row="mine", integers={"lr": 0.2})."""

@@ -20,8 +20,13 @@ import torch
 from gft.lab.energy.meter import Counter, NotMeasurable, find_counters, wait_for_gpu
 
 
+def is_alone() -> bool:
+    """Has this run its machine to itself, as far as `gft reproduce --jobs` and `gft tune --jobs` know?"""
+    return multiprocessing.parent_process() is None
+
+
 def counters_of(device: torch.device) -> list[Counter]:
-    if multiprocessing.parent_process() is not None:  # one of several runs side by side
+    if not is_alone():
         return []
     try:
         return find_counters(device)[0]

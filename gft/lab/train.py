@@ -27,7 +27,7 @@ from gft.lab.recipe import Recipe
 from gft.lab.repeatable import repeatable
 from gft.lab.runs import RunFolder, TrainingError, checkpoint_of, read_config, resolve_device
 from gft.lab.stopping import Stopped, asked_to_stop, deferred
-from gft.lab.stopwatch import Stopwatch, counters_of
+from gft.lab.stopwatch import Stopwatch, counters_of, is_alone
 from gft.layers import quantized_layers
 from gft.saved import is_number
 
@@ -289,7 +289,8 @@ def _train(recipe: Recipe, folder: RunFolder, options: Options) -> Iterator[Prog
     peak = torch.cuda.max_memory_allocated(on) if on.type == "cuda" else None
     value = evaluate(model, data, "val", recipe) if progress.val is None else progress.val
     result = summary(recipe, model, optimizer, value) | measures(model, data, recipe, value)
-    result |= {"train_s": watch.seconds, "step_ms": watch.step_ms, "joules": watch.joules, "peak_bytes": peak}
+    result |= {"train_s": watch.seconds, "step_ms": watch.step_ms, "joules": watch.joules, "alone": is_alone(),
+               "peak_bytes": peak}
     result |= {"seed": seed, "wall_s": seconds, "device": device_name(on), "torch": torch.__version__, "commit": commit(),
                "config": recipe.config()}
     folder.finish(result, options.keep_checkpoint)

@@ -57,10 +57,12 @@ def test_rows_train_the_blocks_in_their_own_way_and_all_else_by_adamw(small):
                   for group in one.param_groups for weight in group["params"]}
         assert len(decays) == len(gft.dense(model))
         assert all((decays[id(weight)] == 0) == (weight.dim() == 1) for weight in gft.dense(model))
-        if row in ("adamw", "muon"):
+        if row in ("adamw", "muon", "gft-2bit"):
             halved = build.build_optimizer(recipe.changed(["dense.blocks=0.5"]), model, 0)
-            rates = {id(weight): group["lr"] for group in halved.param_groups for weight in group["params"]}
-            blocks = {id(weight) for weight in model.blocks.parameters() if weight.dim() == 2}
+            halved = [part for part in halved.optimizers if not isinstance(part, gft.GFT)]
+            rates = {id(weight): group["lr"] for part in halved for group in part.param_groups for weight in group["params"]}
+            blocks = {id(weight) for name, weight in model.blocks.named_parameters()
+                      if name.endswith("log_gain") or (weight.dim() == 2 and row != "gft-2bit")}
             assert {key: rate / recipe.dense.lr for key, rate in rates.items()} == {
                 key: 0.5 if key in blocks else 1 for key in rates}
     assert {layer.log_gain is not None for layer in gft.layers.quantized_layers(build.build_model(
@@ -80,7 +82,7 @@ def test_settings_of_text_are_checked(refuses):
     with refuses(UsageError, "kv_heads=2 would not be used"):
         recipes.find("verses-gpt-fp").changed(["kv_heads=2"])
     with refuses(UsageError, "dense.blocks=0.5 would not be used"):
-        recipes.find("wiki-ladder-10m-gft-2bit").changed(["dense.blocks=0.5"])
+        recipes.find("wiki-ladder-10m-gft-4bit").changed(["dense.blocks=0.5"])  # 4 bits have no gains by default
     with refuses(UsageError, "dense.optimizer=muon trains the float matrices"):
         recipes.find("wiki-ladder-10m-gft-2bit").changed(["optimizer=muon"])
 
@@ -99,7 +101,9 @@ def test_rates_are_carried_to_other_widths_and_gfts_own_stays():
         return recipe.dense.lr, recipe.dense.weight_decay, recipe.integers.lr
 
     assert settings("10m-adamw")[:2] == (4e-3, 0.3)
-    assert ladder.with_chosen(recipes.find("wiki-ladder-10m-muon"), chosen).dense.blocks == 0.25
+    shares = [ladder.with_chosen(recipes.find(f"wiki-ladder-10m-{row}"), chosen).dense.blocks
+              for row in ("muon", "gft-2bit", "gft-4bit", "bitnet-2bit")]
+    assert shares == [0.25, 0.25, 1, 1]  # for blocks that have floats of their own: matrices or gains
     assert settings("85m-adamw")[:2] == (four(2e-3 * 512 / 768), 0.1)  # from the nearest smaller size
     assert settings("1b-gft-2bit") == (four(2e-3 * 512 / 2048), 0.1, 0.2)  # its own lr is measured so that it stays
     assert settings("10m-gft-4bit") == (4e-3, 0.3, 0.2)  # as at other bits
@@ -190,6 +194,9 @@ def test_the_table_reads_the_test_split_and_goes_on_where_it_was(text, tmp_path,
     assert eco["flips_a_weight"] > 0
     assert adamw["flips_a_weight"] is None
     assert adamw["loss_at_equal_time"] == adamw["mean"]
+    lines = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
+    beside = sheet.ladder_rows(rows, [line | {"alone": False} for line in lines])
+    assert {(row["step_ms"], row["loss_at_equal_time"]) for row in beside} == {(None, None)}  # a shared clock says nothing
     for name in ("curves", "gap", "memory"):
         assert (tmp_path / f"{name}.png").stat().st_size > 1000
     text_of_table = (tmp_path / "table.md").read_text()

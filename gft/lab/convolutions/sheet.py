@@ -25,7 +25,8 @@ def convolution_rows(rows: Sequence[Row], lines: Sequence[Line], out: Path) -> l
         floats = [test.get(f"conv-{size}-{name}") for name in FLOATS]
         best = max((statistics.fmean(one) for one in floats if one), default=None)
         config = some[0]["config"]
-        measured = {key: [line[key] for line in some if line.get(key) is not None] for key in AVERAGED}
+        measured = {key: [line[key] for line in some if line.get(key) is not None and (key != "step_ms" or line.get("alone"))]
+                    for key in AVERAGED}
         made.append({
             **row, "size": size, "kind": kind, "dense_lr": config["dense"]["lr"],
             "weight_decay": config["dense"]["weight_decay"],

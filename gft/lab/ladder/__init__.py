@@ -128,17 +128,20 @@ def as_reported(one: Recipe, folder: Path) -> Recipe:
 def with_chosen(one: Recipe, chosen: Mapping[str, Mapping[str, Any]]) -> Recipe:
     """The recipe with the settings that were chosen: row -> size -> {"settings": {"dense.lr": …}, …}.
 
-    Floats learn as AdamW's own row does, unless the row has a choice of its own; the share of the rate that float blocks
-    take is for rows that have them. A method that was tuned at some number of bits has the same settings at others, of
-    several those of the most bits.
+    Floats learn as AdamW's own row does, unless the row has a choice of its own; the share of the rate that the blocks' own
+    floats take, matrices or gains, is for rows that have them. A method that was tuned at some number of bits has the same
+    settings at others, of several those of the most bits.
     """
     _, row = place_of(one.name)
     alike = sorted(name for name in chosen if _without_bits(name) == _without_bits(row))
     own = chosen.get(row) or (chosen[alike[-1]] if alike else None)
-    settings = {key: value for key, value in transferred(one, chosen.get("adamw", {})).items()
-                if key.startswith("dense.") and (key != "dense.blocks" or one.integers.layers == "none")}
-    settings |= transferred(one, own or {})
-    return one.changed([f"{key}={value}" for key, value in settings.items()])
+    floats = {key: value for key, value in transferred(one, chosen.get("adamw", {})).items() if key.startswith("dense.")}
+    share = floats.pop("dense.blocks", None)
+    settings = floats | transferred(one, own or {})
+    made = one.changed([f"{key}={value}" for key, value in settings.items()])
+    if share is None or "dense.blocks" in settings or not made.has_rate_of_blocks:
+        return made
+    return made.updated(dense={"blocks": share})
 
 
 def _without_bits(row: str) -> str:

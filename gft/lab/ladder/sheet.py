@@ -6,7 +6,7 @@
 
 At equal time: the val loss where AdamW's run of that size ended, by the clock of the steps alone. A slower method is read
 off its curve before its rates have fallen to 0, so a run planned for that time would do better; a faster one has its final
-loss.
+loss. Times of runs that had others beside them say nothing, and are left out.
 """
 
 import statistics
@@ -54,12 +54,18 @@ def ladder_rows(rows: Sequence[Row], lines: Sequence[Line]) -> list[dict[str, An
             "test_bits_a_byte": mean(bits), "test_std": statistics.stdev(bits) if len(bits) > 1 else 0.0,
             "test_gap": statistics.fmean(bits) - of_adamw if bits and of_adamw is not None else None,
             "bits_a_byte": mean([line.get("bits_a_byte") for line in some]),
-            "loss_at_equal_time": at_equal_time(some, adamw), "tokens": some[0].get("tokens"),
+            "loss_at_equal_time": at_equal_time(alone(some), alone(adamw)),
+            "step_ms": mean([line.get("step_ms") for line in alone(some)]), "tokens": some[0].get("tokens"),
             "flips_a_weight": None if flips is None else flips / row["quantized_params"],
             **{key: mean([line.get(key) for line in some]) for key in (
-                "state_bytes_per_weight", "step_ms", "train_s", "joules", "peak_bytes")},
+                "state_bytes_per_weight", "train_s", "joules", "peak_bytes")},
         })
     return made
+
+
+def alone(some: Sequence[Line]) -> list[Line]:
+    """The runs that had the machine to themselves."""
+    return [line for line in some if line.get("alone")]
 
 
 def at_equal_time(some: Sequence[Line], adamw: Sequence[Line]) -> float | None:
