@@ -23,6 +23,7 @@ from gft.layers import (
     QuantLinear,
     QuantMultiheadAttention,
     dense,
+    gains,
     quantized,
 )
 from gft.optim import GFT, PAPER
@@ -60,6 +61,7 @@ __all__ = [
     "averaged",
     "dense",
     "dequantize_",
+    "gains",
     "load_checkpoint",
     "pack_",
     "quantize_",

@@ -57,6 +57,8 @@ if TYPE_CHECKING:
 # The paper's algorithm, as docs/paper.md reads it: k = 0.75 falling linearly to 0 (by a scheduler), one vote a sample.
 PAPER: Mapping[str, Any] = MappingProxyType({"lr": 0.75, "rule": TopK(p_min=0.001), "vote": Sign(per="sequence")})
 
+LR = 0.2  # unless it is given
+
 SETTINGS = ("lr", "rule", "vote", "seed", "in_backward", "step", "wire")  # of a group
 RUNNING = ("x_rms", "grad_rms", "second_moment")  # what of an accumulator the state_dict keeps
 GPU_STEPS_BETWEEN_REPORTS = 100
@@ -89,7 +91,7 @@ class GFT(Optimizer):
     _process_group: "ProcessGroup | bool | None" = None
     ranks: Ranks = ALONE
 
-    def __init__(self, params: Iterable[Any], lr: float = 0.1, rule: Rule = Rounding(), vote: Vote = Int8(), *,
+    def __init__(self, params: Iterable[Any], lr: float = LR, rule: Rule = Rounding(), vote: Vote = Int8(), *,
                  seed: int = 0, in_backward: bool = False, process_group: "ProcessGroup | bool | None" = None) -> None:
         self._process_group, self.ranks = process_group, ranks_of(process_group)
         self._accumulators: dict[Tensor, VoteAccumulator] = {}  # the votes on each weight, which its layer owns

@@ -15,7 +15,6 @@ from gft.lab.models import CNN, DNN, GPT, Llama, ViT
 from gft.lab.models.resnet import resnet_for
 from gft.lab.muon import Muon
 from gft.lab.recipe import SEES_IMAGES, Integers, Recipe
-from gft.layers import quantized_layers
 from gft.rules import Rule
 from gft.votes import Vote
 
@@ -126,8 +125,7 @@ def build_optimizer(recipe: Recipe, model: nn.Module, seed: int) -> gft.Hybrid:
         parts.append(Muon(list(matrices.values()), dense.lr * dense.blocks, dense.weight_decay))
         rest = [weight for weight in rest if id(weight) not in matrices]
     on_gpu = bool(rest) and rest[0].is_cuda
-    gains = {id(layer.log_gain) for layer in quantized_layers(model).values() if layer.log_gain is not None}
-    groups = groups_of_floats(recipe, rest, matrices.keys(), gains)
+    groups = groups_of_floats(recipe, rest, matrices.keys(), {id(gain) for gain in gft.gains(model)})
     if rest and dense.optimizer == "sgd":
         # All that a step changes lies on the device, and fused it reads lr there; so it can be captured, which gft.Captured
         # takes from "capturable". torch has no such setting for SGD.

@@ -340,30 +340,33 @@ def convolutions(results: Path) -> str:
 
 
 def transfer(results: Path) -> str:
-    """One lr for all widths and depths: loss on val by rate, and how far the default's is from the best."""
+    """One lr for networks of all sizes and trainings of all lengths: loss on val by rate, and how far the default's is from
+    the best."""
     file = results / "transfer" / "tuning" / "runs.jsonl"
     if not file.exists():
         return "Not run yet: `gft tune transfer` writes it."
     runs = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    losses: dict[tuple[str, str], dict[float, float]] = {}
+    losses: dict[tuple[Any, ...], dict[float, float]] = {}
     for run in runs:
         size, row = place_of(run["recipe"].partition("@")[0])
-        losses.setdefault((row, size), {})[run["config"]["integers"]["lr"]] = run["value"]
+        config = run["config"]
+        kind = (row, SIZES.index(size), config["data"]["batch"], config["data"]["context"], config["schedule"]["steps"])
+        losses.setdefault(kind, {})[config["integers"]["lr"]] = run["value"]
     rates = sorted({rate for by_rate in losses.values() for rate in by_rate})
     lines = []
-    for (row, size), by_rate in sorted(losses.items(), key=lambda one: (one[0][0], SIZES.index(one[0][1]))):
+    for (row, size, batch, context, steps), by_rate in sorted(losses.items()):
         best = min(by_rate.values())
         shown = {rate: f"**{loss:.3f}**" if loss == best else f"{loss:.3f}" for rate, loss in by_rate.items()}
         behind = f"{by_rate[Integers.lr] / best - 1:.1%}" if Integers.lr in by_rate else ""
-        lines.append([spaced(row.removeprefix("gft-")).replace("-", ", "), size.replace("x", "×"),
-                      *(shown.get(rate, "") for rate in rates), behind])
-    asked = [f" --set {key}={once(str(run['config'][part][key]) for run in runs)}"
-             for part, key in (("data", "batch"), ("data", "context"), ("schedule", "steps"))]
-    header = ["integers", "width × depth", *(f"lr {rate:g}" for rate in rates), f"lr {Integers.lr:g} behind the best"]
+        lines.append([spaced(row.removeprefix("gft-")).replace("-", ", "), SIZES[size].replace("x", "×"),
+                      f"{batch} × {context}", str(steps), *(shown.get(rate, "") for rate in rates), behind])
+    header = ["integers", "width × depth", "tokens a step", "steps", *(f"lr {rate:g}" for rate in rates),
+              f"lr {Integers.lr:g} behind the best"]
     return (table(header, lines)
             + f"\n\nn = 1, seed {once(str(run['seed']) for run in runs)}, "
             + ", ".join(f"{name} {once(str(run[key]) for run in runs)}".strip() for key, name in (
-                ("commit", "commit"), ("device", ""), ("torch", "torch"))) + f": `gft tune transfer{''.join(asked)}`.")
+                ("commit", "commit"), ("device", ""), ("torch", "torch")))
+            + ": `gft tune transfer` with `--set context=… --try batch=… --try steps=… --try lr=…`.")
 
 
 PAGES: dict[str, Callable[[Path], str]] = {

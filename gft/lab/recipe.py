@@ -25,6 +25,7 @@ from gft.lab import data as datasets
 from gft.lab.models.dnn import ACTIVATIONS, NORMS
 from gft.lab.models.vit import POSITIONS
 from gft.layers import COMPUTE
+from gft.optim import LR
 from gft.rules import Rounding
 from gft.saved import is_number
 
@@ -134,7 +135,7 @@ class Integers:
     gain: bool | None = None  # a number for each layer that AdamW learns; None: as gft.quantize_ gives them
     compute: str | None = None  # in which numbers linear layers multiply: bf16, int8 or fp8; None: as the others
     method: str = "gft"  # or another one (baselines.py), whose lr has a meaning of its own
-    lr: float = 0.1
+    lr: float = LR
     rule: str = "rounding"
     vote: str = "int8"
     vote_per: str | None = None  # sign: token or sequence
@@ -267,8 +268,8 @@ class Recipe:
             raise UsageError("dense.optimizer=muon trains the float matrices of a transformer's blocks, and here are none; "
                              "leave it at adamw")
         if self.dense.blocks != 1 and not self.has_rate_of_blocks:
-            raise UsageError(f"dense.blocks={self.dense.blocks} would not be used: it is for the float blocks of a llama, or "
-                             "for the gains of its integer ones; leave it at 1")
+            raise UsageError(f"dense.blocks={self.dense.blocks} would not be used: it is for the float blocks of a llama, "
+                             "or for the gains of its integer ones; leave it at 1")
 
     @property
     def has_rate_of_blocks(self) -> bool:

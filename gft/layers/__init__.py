@@ -30,6 +30,7 @@ from gft.layers.parameters import (
     check_filter,
     check_model,
     dense,
+    gains,
     names_by_parameter,
     number_layers,
     quantized,
@@ -52,5 +53,6 @@ from gft.layers.twins import (
 __all__ = ["COMPUTE", "EIGHT_BITS", "NOT_CHOSEN", "QUANTIZED", "FilterFn", "QuantConv1d", "QuantConv2d", "QuantConv3d",
            "QuantConvTranspose1d", "QuantConvTranspose2d", "QuantConvTranspose3d", "QuantConvolution", "QuantExperts",
            "QuantLayer", "QuantLinear", "QuantMultiheadAttention", "check_compute", "check_filter", "check_model", "dense",
-           "float_twin", "is_norm", "is_transposed_linear", "layer_of", "names_by_parameter", "number_layers", "quantized",
-           "quantized_layers", "quantized_twin", "some_names", "tell_branches", "transposed_linear", "twin_of", "why_float"]
+           "float_twin", "gains", "is_norm", "is_transposed_linear", "layer_of", "names_by_parameter", "number_layers",
+           "quantized", "quantized_layers", "quantized_twin", "some_names", "tell_branches", "transposed_linear", "twin_of",
+           "why_float"]

@@ -82,3 +82,15 @@ def some_names(names: Sequence[str]) -> str:
 def dense(model: nn.Module) -> list[nn.Parameter]:
     """Every trainable parameter that is not an integer weight, for AdamW and its kin."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def gains(model: nn.Module) -> list[nn.Parameter]:
+    """The gains that are trained, for a param group of their own; `dense` has them among the others. A gain moves all of a
+    layer, so it learns at the rate of hidden matrices. Where embedding and head learn faster than those, gains must not:
+
+        own = {id(gain) for gain in gft.gains(model)}
+        torch.optim.AdamW([{"params": [one for one in gft.dense(model) if id(one) not in own], "lr": 1e-2},
+                           {"params": gft.gains(model), "lr": 6e-4, "weight_decay": 0.0}])
+    """
+    own = (layer.log_gain for layer in quantized_layers(model).values())
+    return [gain for gain in own if gain is not None and gain.requires_grad]

@@ -87,6 +87,16 @@ def test_quantized_and_dense_share_out_the_parameters():
     assert [id(p) for p in floats] == [id(p) for p in (model[0].weight, model[0].bias, model[1].weight, model[2].bias)]
 
 
+def test_gains_are_those_of_dense_that_are_gains():
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 2))
+    assert gft.gains(model) == []
+    gft.quantize_(model, 2, filter_fn=lambda module, name: name != "0")
+    assert [id(gain) for gain in gft.gains(model)] == [id(model[1].log_gain), id(model[2].log_gain)]
+    assert {id(gain) for gain in gft.gains(model)} < {id(one) for one in gft.dense(model)}
+    model[2].requires_grad_(False)  # a frozen layer has nothing to learn
+    assert [id(gain) for gain in gft.gains(model)] == [id(model[1].log_gain)]
+
+
 def test_subclasses_of_linear_are_left_alone():
     class Own(nn.Linear):
         """Whose weight its parent may read without calling it."""

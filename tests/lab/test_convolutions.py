@@ -14,6 +14,7 @@ from gft.lab.models import CNN
 from gft.lab.models.resnet import resnet_for
 from gft.lab.tuning import CONVOLUTIONS, tuning_of
 from gft.layers import quantized_layers
+from gft.optim import LR
 
 RESNET = ["data=digits-images", "width=4", "depth=1", "batch=100", "augment=none", "dense.lr=0.005"]
 NET = ["data=digits-images", "width=4", "depth=2", "batch=100", "dense.lr=0.01"]
@@ -121,13 +122,13 @@ def test_tunings_choice_is_applied_and_the_gap_is_to_the_better_float(tmp_path, 
     assert [row["kind"] for row in rows] == ["adamw", "sgd", "gft-4bit", "gft-2bit", "adamw"]
     # AdamW's choice trains the floats of integer rows, and serves the same images for other epochs.
     assert [row["dense_lr"] for row in rows] == [0.02, best["sgd"]["settings"]["dense.lr"], 0.02, 0.02, 0.02]
-    assert [row["integers_lr"] for row in rows] == [None, None, 0.1, 0.1, None]
+    assert [row["integers_lr"] for row in rows] == [None, None, LR, LR, None]
     assert [row["tuned_for"] for row in rows] == [24, 24, None, None, 24]
     assert all(row["test"] is not None and row["test"] != row["mean"] for row in rows)
     better = max(rows[0]["test"], rows[1]["test"])
     assert [row["test_gap"] for row in rows[:4]] == [row["test"] - better for row in rows[:4]]
     page = (out / "table.md").read_text()
-    assert "| 0.1; 0.02, 0.02 |" in page
+    assert f"| {LR}; 0.02, 0.02 |" in page
     assert "read once" in page
     assert "not tuned" not in page
     report["chosen"]["sgd"]["mnist-10ep"]["steps"] = 12  # a shorter trial than the row it serves

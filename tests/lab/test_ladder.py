@@ -18,6 +18,7 @@ from gft.lab.models import Llama
 from gft.lab.muon import Muon
 from gft.lab.stopwatch import Stopwatch
 from gft.lab.tuning import LADDER
+from gft.optim import LR
 
 pytest.importorskip("tokenizers")
 TINY = ["width=16", "depth=1", "heads=2", "context=16", "vocabulary=300", "batch=4", "tokens=1280", "eval_every=10"]
@@ -107,7 +108,7 @@ def test_rates_are_carried_to_other_widths_and_gfts_own_stays():
     assert settings("85m-adamw")[:2] == (four(2e-3 * 512 / 768), 0.1)  # from the nearest smaller size
     assert settings("1b-gft-2bit") == (four(2e-3 * 512 / 2048), 0.1, 0.2)  # its own lr is measured so that it stays
     assert settings("10m-gft-4bit") == (4e-3, 0.3, 0.2)  # as at other bits
-    assert settings("10m-gft-2bit-packed") == (4e-3, 0.3, 0.1)  # but of no other kind of row
+    assert settings("10m-gft-2bit-packed") == (4e-3, 0.3, LR)  # but of no other kind of row
     assert settings("10m-bitnet-4bit") == (four(8e-3 * 512 / 384), 0.3, four(8e-3 * 512 / 384))
     assert settings("30m-dqt-4bit") == (2e-3, 0.1, 3e-4)
     plain = recipes.find("wiki-ladder-85m-adamw")

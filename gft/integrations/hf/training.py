@@ -18,7 +18,7 @@ from gft.errors import UsageError
 from gft.hybrid import Hybrid
 from gft.integrations.records import record
 from gft.layers import dense, quantized
-from gft.optim import GFT
+from gft.optim import GFT, LR
 
 # Trainer.get_decay_parameter_names leaves these out of weight decay; and a gain is no weight.
 NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)", r"log_gain"]
@@ -27,7 +27,7 @@ NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(
 class HybridFactory:
     """Builds gft.Hybrid from a model: GFT for its integer weights, AdamW or another torch optimizer for the rest.
 
-    `HybridFactory()(model, gft={"lr": 0.1}, dense={"lr": 6e-4, "weight_decay": 0.1})`: Trainer calls it so. The weight decay
+    `HybridFactory()(model, gft={"lr": 0.2}, dense={"lr": 6e-4, "weight_decay": 0.1})`: Trainer calls it so. The weight decay
     spares biases, norms and gains, as Trainer's own groups do.
     """
 
@@ -48,12 +48,12 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     return [group for group in groups if group["params"]]
 
 
-def optimizer_cls_and_kwargs(args: Any, lr: float = 0.1, **gft_settings: Any) -> tuple[type[HybridFactory], dict[str, Any]]:
+def optimizer_cls_and_kwargs(args: Any, lr: float = LR, **gft_settings: Any) -> tuple[type[HybridFactory], dict[str, Any]]:
     """For `Trainer(…, optimizer_cls_and_kwargs=…)`. `lr` and further settings (rule, vote, seed) are gft.GFT's; those of
     AdamW are read from the TrainingArguments: learning_rate, weight_decay, adam_beta1, adam_beta2, adam_epsilon. Trainer's
     schedule drives both rates."""
     if not hasattr(args, "adam_beta1"):
-        raise UsageError("give the TrainingArguments first: optimizer_cls_and_kwargs(args, lr=0.1)")
+        raise UsageError("give the TrainingArguments first: optimizer_cls_and_kwargs(args, lr=0.2)")
     adamw = {"lr": args.learning_rate, "weight_decay": args.weight_decay, "betas": (args.adam_beta1, args.adam_beta2),
              "eps": args.adam_epsilon}
     return HybridFactory, {"gft": {"lr": lr, **gft_settings}, "dense": adamw}

@@ -25,7 +25,8 @@ def convolution_rows(rows: Sequence[Row], lines: Sequence[Line], out: Path) -> l
         floats = [test.get(f"conv-{size}-{name}") for name in FLOATS]
         best = max((statistics.fmean(one) for one in floats if one), default=None)
         config = some[0]["config"]
-        measured = {key: [line[key] for line in some if line.get(key) is not None and (key != "step_ms" or line.get("alone"))]
+        timed = [line for line in some if line.get("alone")]  # the clock of several at once says nothing
+        measured = {key: [line[key] for line in (timed if key == "step_ms" else some) if line.get(key) is not None]
                     for key in AVERAGED}
         made.append({
             **row, "size": size, "kind": kind, "dense_lr": config["dense"]["lr"],
