@@ -164,8 +164,8 @@ class QuantLayer(nn.Module):
 
     @property
     def branches(self) -> int | None:
-        """How many branches add to the residual stream that this layer's output is added to, by whose root its moves are
-        divided; None: it adds to none. Found by `gft.quantize_` and `gft.quantized` (layers/residual.py), unless it is set
+        """How many branches add to the residual stream that this layer's output is added to; beyond 12 its moves are taken
+        by 12 over their number. None: it adds to none. Found by `gft.quantize_` and `gft.quantized` (layers/residual.py), unless it is set
         here: to 1 where they took a layer for one that adds and it is not."""
         return self._branches
 

@@ -5,7 +5,7 @@
 
 What B branches add to the stream adds up: at first all their moves follow one and the same gradient, so in a step the
 stream moves B times as far as by one of them. Layers that read it are not so: what they change passes through the layer that
-adds. So layers that add take their moves by 1/sqrt(B) (rules/rounding.py), as GPT-2 starts them by 1/sqrt(B).
+adds. So beyond 12 branches, layers that add take their moves by 12/B (rules/rounding.py); fewer need no slowing.
 
 Nothing in a module says that its output is added to something. What is taken for a stream is a list of at least two like
 blocks with norms in them, as every implementation of a transformer has it. The stream is as wide as what a block's first

@@ -185,6 +185,10 @@ def draw_memory(rows: Sequence[Row], present: Sequence[str], files: Sequence[Pat
                   color="0.6", linewidth=1, zorder=0)
         axes.set(title=size.upper(), xscale="log", xlabel="bytes a weight in training",
                  ylabel="bits a byte, test" if axes is panels[0] else "")
+        axes.set_xticks([1, 2, 4, 8, 16], ["1", "2", "4", "8", "16"])
+        axes.minorticks_off()
         axes.grid(alpha=0.25)
+    for label, face in (("with gradients or votes", "0.6"), ("between steps", "none")):
+        panels[0].scatter([], [], facecolors=face, edgecolors="0.6", s=26, label=label)
     _legend(figure, panels)
     figures.save(figure, files)
