@@ -39,7 +39,7 @@ HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_
 _REPORTS: ContextVar[bool] = ContextVar("reports", default=True)
 
 
-def quantize_(model: nn.Module, bits: int = 4, filter_fn: FilterFn | None = None, *, memory: bool = True,
+def quantize_(model: nn.Module, bits: int = 4, filter_fn: FilterFn | None = None, *, memory: bool | str = True,
               init: str | GPTQ = "keep", bias: bool = True, gain: bool | None = None, scales: str | int = "tensor",
               compute: str | None = None, skip_tied: bool = False) -> nn.Module:
     """Replace a model's layers by ones with integer weights, in place; returns the model.
@@ -49,6 +49,8 @@ def quantize_(model: nn.Module, bits: int = 4, filter_fn: FilterFn | None = None
     in one line, and `gft.summary(model)` tells it any time. Call it before the optimizers are built; nothing is changed
     if it raises.
 
+    memory: True: a byte a weight, of which the level leaves room to remember votes not yet spent. "half": half a byte, with
+        two bits of such room at 2 bits, one at 3. False: the levels alone, 0.25 B at 2 bits, 0.5 B at 3 (as "half") and 4.
     init: "keep" takes the float weights over, rounded to the grid, so a model's own initialisation or a pre-trained model
         carries over; "fit" does so on the scale that loses least of them, for trained models, and gft.GPTQ(batches) also
         rounds them so that the layers' outputs change least; "paper" (90 % zeros) and "variance" (a Gaussian) start anew.

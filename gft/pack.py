@@ -9,7 +9,7 @@ from gft.sharding import is_sharded
 
 def pack_(model: nn.Module) -> nn.Module:
     """Pack the levels of every quantized layer, in place: 0.25 B a weight at 2 bits, 0.5 B at 3 and 4, where memory took
-    1 B; returns the model.
+    1 B, or "half" half a byte; returns the model.
 
     The levels, and so what the network computes, stay as they are to the bit. What is given up is the memory of votes not
     yet spent, so release the optimizer first, and keep a checkpoint if the model may be trained on: a packed weight trains

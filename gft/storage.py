@@ -3,8 +3,9 @@
 A weight of `bits` bits is one of the 2I+1 levels -I..I with I = 2^(bits-1) - 1 (paper, Section 4): ternary at 2 bits, -7..7
 at 4. It is stored in one of two forms:
 
-    packed   uint8 (rows, bytes): levels + I in fields of 2, 4 or 8 bits, several a byte; a
-             bit the level does not need (one at 3 bits) counts fractions of a level         0.25 / 0.5 / 1 B a weight
+    packed   uint8 (rows, bytes): levels + I in fields of 2, 4 or 8 bits, several a byte;
+             bits the level does not need (one at 3 bits; two at 2 bits where fields of 4
+             are asked for) count fractions of a level                                       0.25 / 0.5 / 1 B a weight
     memory   int8  (rows, columns): the level in the high bits; in the 8 - bits low bits how
              far votes have carried the weight away from it                                  1 B a weight
 
@@ -24,8 +25,10 @@ import torch
 from torch import Tensor
 
 from gft.errors import UsageError, UsageTypeError, shortened
+from gft.settings import check_choice
 
 MIN_BITS, MAX_BITS = 2, 8
+HALF = "half"  # memory=HALF: half a byte a weight
 ENCODING = 2  # version of what `Storage.code` writes
 
 
@@ -48,12 +51,23 @@ def field_bits(bits: int) -> int:
     return 2 if bits <= 2 else 4 if bits <= 4 else 8
 
 
+def storage_for(bits: int, memory: bool | str) -> "Storage":
+    """How a new layer keeps its weight: `memory` as gft.quantize_ takes it."""
+    check_choice("memory", memory, (True, False, HALF))
+    if memory == HALF and field_bits(check_bits(bits)) > 4:
+        raise UsageError(f'memory="{HALF}" keeps a weight in half a byte, which is too little for {bits} bits; choose at '
+                         "most 4 bits, or memory=False")
+    return Storage(bits, memory != HALF and bool(memory), half=memory == HALF)
+
+
 @dataclass(frozen=True)
 class Storage:
     """How the bytes of a weight are read: saved with the weight, and all that a kernel needs to know of it.
 
     bits: 2 to 8; a weight has 2^bits - 1 levels.
     memory: True: one byte a weight, whose low bits hold votes not yet spent. False: levels packed side by side.
+    half: Packed in half a byte also at 2 bits, which could do with a quarter: the two bits to spare count quarters of a
+        level.
     inertia: True: the rest of a byte reaches a whole level either way, so that a level can lag behind it. Only where there
         is memory of two bits or more; set by the optimizer's rule.
     """
@@ -61,9 +75,11 @@ class Storage:
     bits: int
     memory: bool = True
     inertia: bool = True
+    half: bool = False
 
     def __post_init__(self) -> None:
         check_bits(self.bits)
+        object.__setattr__(self, "half", self.half and not self.memory and field_bits(self.bits) < 4)
         object.__setattr__(self, "inertia", self.inertia and self.memory_bits > 0)
 
     # ------------------------------------------------------------------ derived numbers
@@ -82,11 +98,11 @@ class Storage:
     @property
     def field_bits(self) -> int:
         """Width of a packed field; 8 with memory."""
-        return 8 if self.memory else field_bits(self.bits)
+        return 8 if self.memory else 4 if self.half else field_bits(self.bits)
 
     @property
     def spare_bits(self) -> int:
-        """Bits of a packed field that its level does not need: 1 at 3 bits, 3 to 1 at 5 to 7."""
+        """Bits of a packed field that its level does not need: 1 at 3 bits, 3 to 1 at 5 to 7; 2 at 2 bits in half a byte."""
         return 0 if self.memory else self.field_bits - self.bits
 
     @property
@@ -114,6 +130,11 @@ class Storage:
         """The lowest stored value. With spare bits a value stands for what lies between it and the next: -1 is as far below
         the middle of level 0 as 0 is above it, and values reach one farther down than up."""
         return -self.limit - min(self.spare_bits, 1)
+
+    @property
+    def asked_for(self) -> bool | str:
+        """What gft.quantize_ has to be told as `memory` for this storage."""
+        return HALF if self.half else self.memory
 
     @property
     def dtype(self) -> torch.dtype:
@@ -202,7 +223,7 @@ class Storage:
     @property
     def code(self) -> list[int]:
         """Four numbers for a state_dict, so that 2-bit numbers are never read as 4-bit ones."""
-        return [ENCODING, self.bits, int(self.memory), int(self.inertia)]
+        return [ENCODING, self.bits, 2 if self.half else int(self.memory), int(self.inertia)]
 
     @staticmethod
     def from_code(code: list[int] | None) -> "Storage":
@@ -210,7 +231,7 @@ class Storage:
         if code is None or not all(type(number) is int for number in code):
             raise UsageError("the weight is not said how to be read: its _extra_state is no row of a few whole numbers")
         if len(code) == 4 and code[0] == ENCODING:
-            return Storage(code[1], bool(code[2]), bool(code[3]))
+            return Storage(code[1], code[2] not in (0, 2), bool(code[3]), half=code[2] == 2)
         if len(code) in (2, 3) and (len(code) == 2 or not code[1]):
             return Storage(code[0], bool(code[1]))
         raise UsageError(f"the weight is stored in a way that this version of gft does not know ({code}); update gft")

@@ -28,6 +28,7 @@ from gft.layers import COMPUTE
 from gft.optim import LR
 from gft.rules import Rounding
 from gft.saved import is_number
+from gft.storage import HALF
 
 LAYERS = ("none", "hidden", "all", "mlp", "blocks")
 MODELS = ("dnn", "gpt", "llama", "vit", "resnet", "cnn")
@@ -129,7 +130,7 @@ class Integers:
     layers: str = "none"  # dnn: hidden (all but the first and last) or all; transformers: mlp or blocks (attention too);
     # resnet, cnn: blocks (all but the first and last) or all
     bits: int = 32
-    memory: bool = True  # False: packed, nothing but the levels is kept
+    memory: bool | str = True  # False: packed, nothing but the levels is kept; "half": in half a byte
     init: str = "keep"
     scales: str = "tensor"  # or row, or how many weights of a row share a scale
     gain: bool | None = None  # a number for each layer that AdamW learns; None: as gft.quantize_ gives them
@@ -153,7 +154,7 @@ class Integers:
         _choose(self, layers=LAYERS, compute=COMPUTE)
         _choose(self, method=("gft", *baselines.METHODS), rule=("rounding", "topk"),
                 vote=("int8", "int4", "ternary", "sign"), vote_per=(None, "token", "sequence"),
-                second_moment=(None, "step", "running"), init=("keep", "paper", "variance"))
+                second_moment=(None, "step", "running"), init=("keep", "paper", "variance"), memory=(True, False, HALF))
         _at_least(self, lr=0, attention_lr=0, bop_threshold=0)
         Rounding(threshold=self.threshold)  # refuses what is none
         _shares(self, "inertia", "attention_inertia")
@@ -174,12 +175,12 @@ class Integers:
                                      f"integer layers; give {key}={str(unused).lower()}")
 
     def _refuse_unused(self) -> None:
-        rounding, packed = self.rule == "rounding", not self.memory
+        rounding, packed = self.rule == "rounding", self.memory is not True
         own_attention = self.layers == "blocks" and self.attention_lr is not None
         needs = {
             "inertia": (rounding and not packed, "rule=rounding and memory=true"),
             "threshold": (rounding, "rule=rounding"),
-            "second_moment": (rounding and packed, "rule=rounding and memory=false"),
+            "second_moment": (rounding and packed, "rule=rounding and memory=false or half"),
             "orthogonalize": (rounding, "rule=rounding"),
             "p_min": (not rounding, "rule=topk"),
             "vote_per": (self.vote == "sign", "vote=sign"),
@@ -418,8 +419,8 @@ _BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no"
 
 def _read(text: str, hint: Any, field: str, setting: str) -> Any:
     """The text of a value as the field's type."""
-    optional = get_origin(hint) in (Union, types.UnionType)
-    kinds = [one for one in get_args(hint) if one is not type(None)] if optional else [hint]
+    among = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else [hint]
+    optional, kinds = type(None) in among, [one for one in among if one is not type(None)]
     if optional and text.lower() == "none":
         return None
     for kind in kinds:  # the first that can read it

@@ -36,7 +36,7 @@ class QuantMultiheadAttention(nn.Module):
     in_proj_weight = in_proj_bias = None
     _qkv_same_embed_dim = False
 
-    def __init__(self, embed_dim: int, num_heads: int, bits: int = 4, *, memory: bool = True, gain: bool = False,
+    def __init__(self, embed_dim: int, num_heads: int, bits: int = 4, *, memory: bool | str = True, gain: bool = False,
                  **attention: Any) -> None:
         float_attention = nn.MultiheadAttention(embed_dim, num_heads, **attention)
         self._take_over(float_attention, lambda linear: QuantLinear.from_float(linear, bits, memory=memory, gain=gain))

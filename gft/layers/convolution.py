@@ -20,7 +20,7 @@ from gft import ops
 from gft.errors import UsageError, UsageTypeError
 from gft.layers.layer import QuantLayer, give_back, take_over
 from gft.product import convolve, memory_format_of
-from gft.storage import Storage
+from gft.storage import Storage, storage_for
 
 
 class QuantConvolution(QuantLayer):
@@ -36,13 +36,13 @@ class QuantConvolution(QuantLayer):
     GROUPS_TOGETHER = 8  # so many groups or more (depthwise) are one batched product, fewer a product each
 
     def __init__(self, in_channels: int, out_channels: int, kernel_size: int | Sequence[int], bits: int = 4, *,
-                 memory: bool = True, gain: bool = False, scales: str | int = "tensor", **conv: Any) -> None:
+                 memory: bool | str = True, gain: bool = False, scales: str | int = "tensor", **conv: Any) -> None:
         if "dtype" in conv:
             raise UsageTypeError(f"{type(self).__name__} takes no dtype, its weight is integers; call .to(dtype) for its "
                                  "bias and gain")
         device, bias = conv.pop("device", None), conv.pop("bias", False)
         like = self.float_type(in_channels, out_channels, kernel_size, device="meta", bias=bias, **conv)
-        self._shape_like(like, Storage(bits, bool(memory)), gain=gain, scales=scales, device=device)
+        self._shape_like(like, storage_for(bits, memory), gain=gain, scales=scales, device=device)
         self.start_("variance")
 
     def _shape_like(self, conv: Any, storage: Storage, **options: Any) -> None:
@@ -54,11 +54,11 @@ class QuantConvolution(QuantLayer):
             self.bias = nn.Parameter(torch.zeros(conv.out_channels, device=self.qweight.device))
 
     @classmethod
-    def from_float(cls, conv: Any, bits: int = 4, *, memory: bool = True, init: str = "keep", gain: bool = False,
+    def from_float(cls, conv: Any, bits: int = 4, *, memory: bool | str = True, init: str = "keep", gain: bool = False,
                    scales: str | int = "tensor") -> Any:
         """The layer on the grid nearest to `conv`; its bias is taken over as it is."""
         layer = cls.__new__(cls)
-        layer._shape_like(conv, Storage(bits, bool(memory)), gain=gain, scales=scales, device=conv.weight.device,
+        layer._shape_like(conv, storage_for(bits, memory), gain=gain, scales=scales, device=conv.weight.device,
                           dtype=conv.weight.dtype)
         return take_over(layer, conv, init)
 

@@ -31,7 +31,7 @@ from gft.layers.computing import EIGHT_BITS, check_compute
 from gft.layers.registry import register
 from gft.product import CompiledProduct, Product, handle_of, kept_as
 from gft.sharding import all_rows, handed_out, is_sharded, of_first_rank, own_rows
-from gft.storage import Storage, field_bits, unpack_fields
+from gft.storage import HALF, Storage, field_bits, unpack_fields
 from gft.votes import VoteAccumulator
 
 
@@ -165,8 +165,8 @@ class QuantLayer(nn.Module):
     @property
     def branches(self) -> int | None:
         """How many branches add to the residual stream that this layer's output is added to; beyond 12 its moves are taken
-        by 12 over their number. None: it adds to none. Found by `gft.quantize_` and `gft.quantized` (layers/residual.py), unless it is set
-        here: to 1 where they took a layer for one that adds and it is not."""
+        by 12 over their number. None: it adds to none. Found by `gft.quantize_` and `gft.quantized` (layers/residual.py),
+        unless it is set here: to 1 where they took a layer for one that adds and it is not."""
         return self._branches
 
     @branches.setter
@@ -269,8 +269,9 @@ class QuantLayer(nn.Module):
         self._refuse_other_storage("bits")
 
     @property
-    def memory(self) -> bool:
-        return self.storage.memory
+    def memory(self) -> bool | str:
+        """True: a byte a weight; False: packed; "half": in half a byte at 2 bits."""
+        return self.storage.asked_for
 
     @memory.setter
     def memory(self, _: Any) -> None:
@@ -464,7 +465,7 @@ class QuantLayer(nn.Module):
 
     def packed(self) -> tuple[Storage, Tensor]:
         """The same levels side by side, without memory: how they are stored then, and the bytes."""
-        storage = replace(self.storage, memory=False)
+        storage = replace(self.storage, memory=False, half=False)
         return storage, storage.store(self.storage.levels(self.qweight.detach(), self.columns))
 
     def change_storage_(self, storage: Storage, stored: Tensor) -> None:
@@ -486,7 +487,7 @@ class QuantLayer(nn.Module):
         return self.bias
 
     def extra_repr(self) -> str:
-        kept = f"memory={self.storage.memory_bits} bits" if self.memory else "packed"
+        kept = {True: f"memory={self.storage.memory_bits} bits", False: "packed", HALF: "half a byte"}[self.memory]
         gain = ", gain=True" if self.log_gain is not None else ""
         scales = "" if self.scale.dim() == 0 else f", scales={'row' if self.scale.shape[1] == 1 else self.group!r}"
         compute = "" if self._compute is None else f", compute={self._compute!r}"

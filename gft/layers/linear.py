@@ -12,7 +12,7 @@ from torch.nn.utils import skip_init
 from gft import ops
 from gft.errors import UsageError
 from gft.layers.layer import QuantLayer, exporting, give_back, take_over
-from gft.storage import Storage
+from gft.storage import storage_for
 
 
 class QuantLinear(QuantLayer):
@@ -21,6 +21,7 @@ class QuantLinear(QuantLayer):
     bits: 2 (ternary) to 8. Fewer bits, less memory and a coarser weight.
     memory: True keeps unspent votes in the rest of a byte a weight (1 B a weight, trains best). False packs the levels
         (0.25 B at 2 bits, 0.5 B at 3 and 4, where the bit that 3 leave over counts half levels) and keeps nothing else.
+        "half" takes half a byte also at 2 bits, whose two bits to spare then count quarters of a level.
     gain: True multiplies the product by a learnt number, for ternary layers and networks without norms. `gft.quantize_`
         decides by itself.
     scales: "tensor": one fixed float that all levels are multiplied by. "row": one for each output. 64, 128, …: one for so
@@ -32,20 +33,20 @@ class QuantLinear(QuantLayer):
     multiplies_tokens = True
     transposed_type: type[nn.Module] | None = None  # of the float layer, if its weight lay the other way round, (in, out)
 
-    def __init__(self, in_features: int, out_features: int, bits: int = 4, bias: bool = False, *, memory: bool = True,
+    def __init__(self, in_features: int, out_features: int, bits: int = 4, bias: bool = False, *, memory: bool | str = True,
                  gain: bool = False, scales: str | int = "tensor", device: torch.device | str | None = None) -> None:
-        super().__init__((out_features, in_features), Storage(bits, bool(memory)), bias=bias, gain=gain, scales=scales,
+        super().__init__((out_features, in_features), storage_for(bits, memory), bias=bias, gain=gain, scales=scales,
                          device=device)
         self.in_features, self.out_features = in_features, out_features
         self.start_("variance")
 
     @classmethod
-    def from_float(cls, linear: nn.Linear, bits: int = 4, *, memory: bool = True, init: str = "keep",
+    def from_float(cls, linear: nn.Linear, bits: int = 4, *, memory: bool | str = True, init: str = "keep",
                    gain: bool = False, scales: str | int = "tensor") -> "QuantLinear":
         """The layer on the grid nearest to `linear`; its bias is taken over as it is. init="fit" is for trained weights,
         "paper" starts anew (gft.quantize_)."""
         layer = cls.__new__(cls)
-        QuantLayer.__init__(layer, (linear.out_features, linear.in_features), Storage(bits, bool(memory)), gain=gain,
+        QuantLayer.__init__(layer, (linear.out_features, linear.in_features), storage_for(bits, memory), gain=gain,
                             scales=scales, device=linear.weight.device, dtype=linear.weight.dtype)
         layer.in_features, layer.out_features = linear.in_features, linear.out_features
         return take_over(layer, linear, init)

@@ -81,9 +81,9 @@ def storage_of(layer: Any, code: Any, name: str) -> Storage:
     """The storage that a file's `_extra_state` tells, if this layer can take it over."""
     numbers = code.tolist() if isinstance(code, Tensor) and is_plain(code) and code.dim() == 1 and len(code) < 9 else None
     storage = Storage.from_code(numbers)
-    if (storage.bits, storage.memory) != (layer.bits, layer.memory):
-        raise UsageError(f"{name}: the state_dict holds {storage.bits}-bit weights with memory={storage.memory}, this layer "
-                         f"has bits={layer.bits}, memory={layer.memory}; build it the same way")
+    if (storage.bits, storage.asked_for) != (layer.bits, layer.memory):
+        raise UsageError(f"{name}: the state_dict holds {storage.bits}-bit weights with memory={storage.asked_for!r}, this "
+                         f"layer has bits={layer.bits}, memory={layer.memory!r}; build it the same way")
     return storage
 
 

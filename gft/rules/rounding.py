@@ -93,7 +93,7 @@ class Rounding(Rule):
 
     def storage_for(self, storage: Storage) -> Storage:
         """Refuse a setting that this weight could only ignore; where there is memory, choose its encoding."""
-        kept = f"{storage.bits} bits" + ("" if storage.memory else ", memory=False")
+        kept = f"{storage.bits} bits" + ("" if storage.memory else f", memory={storage.asked_for!r}")
         if self.inertia and not storage.memory_bits:
             raise UsageError(f"inertia={self.inertia} needs memory, which this weight ({kept}) has none of; build the layer "
                              "with memory=True and at most 6 bits, or leave inertia out")

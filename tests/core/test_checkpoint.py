@@ -59,6 +59,7 @@ WAYS = {
     "memory": ({"rule": gft.Rounding(inertia=0.7), "vote": gft.Int4()}, True),
     "no inertia": ({"rule": gft.Rounding(inertia=0.0)}, True),
     "packed": ({"rule": gft.Rounding(threshold=0.8, second_moment="running")}, False),
+    "half a byte": ({"rule": gft.Rounding(orthogonalize=True)}, "half"),
     "topk": ({"rule": gft.TopK(p_min=0.05), "vote": gft.Sign(per="sequence")}, False),
 }
 
@@ -68,13 +69,14 @@ def test_resumed_run_ends_as_one_never_stopped(way, tiny_net, batches, tmp_path)
     """Rule, vote and seed come from the file, as plain numbers and strings: nothing in it is unpickled."""
     settings, memory = WAYS[way]
     torch.manual_seed(5)
-    whole = Run(tiny_net(bits=3, memory=memory, dropout=0.2), **settings)
+    bits = 2 if memory == "half" else 3
+    whole = Run(tiny_net(bits=bits, memory=memory, dropout=0.2), **settings)
     whole.train(batches[:3])
     whole.save(tmp_path / "run.safetensors", step=3, seen=[1, 2.5, "three"])
     whole.train(batches[3:])
 
     torch.manual_seed(6)
-    resumed = Run(tiny_net(seed=1, bits=3, memory=memory, dropout=0.2), seed=0)
+    resumed = Run(tiny_net(seed=1, bits=bits, memory=memory, dropout=0.2), seed=0)
     extra = resumed.load(tmp_path / "run.safetensors")
     resumed.train(batches[3:])
 
@@ -233,8 +235,8 @@ def test_checkpoint_keeps_tied_tensors_tied(tmp_path):
     assert torch.equal(extra["same"][0], extra["same"][1])
 
 
-@pytest.mark.parametrize(("bits", "memory", "bytes_a_weight"), [(2, False, 0.25), (3, False, 0.5), (4, False, 0.5),
-                                                               (4, True, 1)])
+@pytest.mark.parametrize(("bits", "memory", "bytes_a_weight"), [(2, False, 0.25), (2, "half", 0.5), (3, False, 0.5),
+                                                               (4, False, 0.5), (4, True, 1)])
 def test_weights_take_their_bits_on_disk(bits, memory, bytes_a_weight, tmp_path):
     model = nn.Sequential(gft.QuantLinear(512, 256, bits, memory=memory))
     path = gft.save_checkpoint(tmp_path / "model.safetensors", model)

@@ -426,10 +426,11 @@ def test_state_dict_of_another_form_is_refused_and_changes_nothing(other, match,
 def test_repr_says_how_the_weight_is_kept():
     assert "bits=3, packed" in repr(gft.QuantLinear(4, 5, 3, memory=False))
     assert "memory=6 bits" in repr(gft.QuantConv2d(4, 5, 3, bits=2))
+    assert "bits=2, half a byte" in repr(gft.QuantLinear(4, 5, 2, memory="half"))
 
 
 @pytest.mark.parametrize(("memory", "bits", "expected"),
-                         [(False, 2, 0.25), (False, 3, 0.5), (False, 4, 0.5), (True, 2, 1)])
+                         [(False, 2, 0.25), ("half", 2, 0.5), (False, 3, 0.5), (False, 4, 0.5), (True, 2, 1)])
 def test_weight_takes_the_stated_bytes_and_nothing_else_is_stored(memory, bits, expected):
     layer = gft.QuantLinear(64, 32, bits, memory=memory)
     optimizer = gft.GFT(gft.quantized(layer), lr=0.6)
@@ -476,3 +477,19 @@ def test_a_weight_multiplied_outside_of_its_layer_is_refused_in_training(refuses
     x.requires_grad_()
     nn.functional.linear(x, layer.eval().weight).sum().backward()
     assert torch.allclose(x.grad, layer.float_weight().sum(0).expand(3, 6))
+
+
+def test_states_of_another_form_are_refused_by_how_they_are_kept(refuses):
+    """A 2-bit weight in half a byte and one of 3 or 4 bits have the same shape and type."""
+    half, packed = (gft.QuantLinear(6, 4, 2, memory=memory) for memory in ("half", False))
+    four = gft.QuantLinear(6, 4, 4, memory=False)
+    before = half.qweight.clone()
+    for other, words in ((packed, "2-bit weights with memory=False.*memory='half'"), (four, "4-bit weights.*bits=2")):
+        with refuses(ValueError, words):
+            half.load_state_dict(other.state_dict())
+    with refuses(ValueError, "2-bit weights with memory='half'.*bits=4"):
+        four.load_state_dict(half.state_dict())
+    assert torch.equal(half.qweight, before)
+    again = gft.QuantLinear(6, 4, 2, memory="half")
+    again.load_state_dict(half.state_dict())
+    assert torch.equal(again.levels(), half.levels())

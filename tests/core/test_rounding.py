@@ -80,12 +80,13 @@ def moves_of(votes: torch.Tensor, lr: float, storage: Storage, **rest) -> tuple[
     (Storage(4, memory=False), (1, 64), 30_000, 0.7, 256, 0.5),
     (Storage(5, memory=False), (63, 65), 40, 0.3, 256, 1.6),
     (Storage(8, memory=False), (63, 65), 1, 0.5, 256, 0.9),
+    (Storage(2, memory=False, half=True), (63, 65), 1000, 0.6, 256, 0.6),
 ], ids=name_of)
 def test_rounding_equals_the_reference(storage, shape, top, lr, follow, threshold):
     stored, votes = random_stored(shape, storage), random_votes(shape, top)
     values = storage.values(stored, shape[1])
     expected = reference.rounding(values.tolist(), votes.tolist(), noise_of(shape).tolist(), lr=lr, bits=storage.bits,
-                                  memory=storage.memory, follow=follow, threshold=threshold)
+                                  memory=storage.memory, half=storage.half, follow=follow, threshold=threshold)
 
     new, result = rounded(votes, lr, storage, stored, follow=follow, threshold=threshold)
 
@@ -97,7 +98,8 @@ def test_rounding_equals_the_reference(storage, shape, top, lr, follow, threshol
     assert result.second_moment.tolist() == pytest.approx(reference.mean_squares(votes.tolist()), rel=1e-6)
 
 
-STORAGES = [Storage(bits, memory) for bits in range(2, 9) for memory in (True, False)]
+STORAGES = [*(Storage(bits, memory) for bits in range(2, 9) for memory in (True, False)),
+            Storage(2, memory=False, half=True)]
 
 
 @given(st.data())
@@ -113,8 +115,8 @@ def test_any_step_is_within_one_unit_of_the_reference(data):
     values = expected = storage.values(stored, columns)
     if votes.any():  # the reference would divide by the mean of no votes
         expected = torch.tensor(reference.rounding(values.tolist(), votes.tolist(), noise_of((rows, columns), key).tolist(),
-                                                   lr=lr, bits=storage.bits, memory=storage.memory, follow=follow,
-                                                   threshold=threshold))
+                                                   lr=lr, bits=storage.bits, memory=storage.memory, half=storage.half,
+                                                   follow=follow, threshold=threshold))
     new = storage.values(rounded(votes, lr, storage, stored, key=key, follow=follow, threshold=threshold)[0], columns)
     apart = positions_of(new, storage) - positions_of(expected, storage)
     assert float(apart.abs().max()) * storage.resolution <= 1

@@ -8,16 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gft import reference
-from gft.storage import Storage, field_bits, pack_fields, unpack_fields
+from gft.errors import UsageError
+from gft.storage import Storage, field_bits, pack_fields, storage_for, unpack_fields
 
-PACKED = [Storage(bits, memory=False) for bits in range(2, 9)]
+HALF_A_BYTE = Storage(2, memory=False, half=True)
+PACKED = [*(Storage(bits, memory=False) for bits in range(2, 9)), HALF_A_BYTE]
 MEMORY = [Storage(bits) for bits in range(2, 9)]  # with inertia from 2 to 6 bits, at 7 and 8 there is no bit for it
 NO_INERTIA = [Storage(bits, inertia=False) for bits in range(2, 7)]
 SHAPES = [(63, 65), (1, 64), (257, 130)]
 
 
 def name_of(storage: Storage) -> str:
-    return f"{storage.bits}bit-" + ("packed" if not storage.memory else "inertia" if storage.inertia else "no-inertia")
+    packed = "half" if storage.half else "packed"
+    return f"{storage.bits}bit-" + (packed if not storage.memory else "inertia" if storage.inertia else "no-inertia")
 
 
 every_storage = pytest.mark.parametrize("storage", PACKED + MEMORY + NO_INERTIA, ids=name_of)
@@ -89,8 +92,9 @@ def test_levels_are_stored_and_read_back(storage):
 
 @pytest.mark.parametrize(("storage", "columns", "size"), [
     (Storage(2, memory=False), 64, 16), (Storage(2, memory=False), 65, 17), (Storage(3, memory=False), 64, 32),
-    (Storage(4, memory=False), 63, 32), (Storage(5, memory=False), 63, 63), (Storage(8, memory=False), 1, 1),
-    (Storage(2), 64, 64), (Storage(7), 65, 65)], ids=lambda one: name_of(one) if isinstance(one, Storage) else str(one))
+    (Storage(4, memory=False), 63, 32), (HALF_A_BYTE, 65, 33), (Storage(5, memory=False), 63, 63),
+    (Storage(8, memory=False), 1, 1), (Storage(2), 64, 64), (Storage(7), 65, 65)],
+    ids=lambda one: name_of(one) if isinstance(one, Storage) else str(one))
 def test_a_row_takes_the_promised_bytes(storage, columns, size):
     assert storage.bytes_per_row(columns) == size
     stored = storage.store(torch.zeros(3, columns, dtype=torch.int8))
@@ -107,14 +111,27 @@ def test_every_value_is_kept_and_read_as_the_nearest_level(storage):
     assert set(expected) == set(range(-storage.largest, storage.largest + 1))
 
 
-@pytest.mark.parametrize(("bits", "count"), [(3, 14), (5, 31 * 8), (6, 63 * 4), (7, 254)])
-def test_spare_bits_serve_every_level_alike(bits, count):
-    storage = Storage(bits, memory=False)
+@pytest.mark.parametrize(("storage", "count"), [
+    (Storage(3, False), 14), (Storage(5, False), 31 * 8), (Storage(6, False), 63 * 4), (Storage(7, False), 254),
+    (HALF_A_BYTE, 12)], ids=lambda one: name_of(one) if isinstance(one, Storage) else str(one))
+def test_spare_bits_serve_every_level_alike(storage, count):
     values = every_value(storage)
     assert values.shape[1] == count
     levels = storage.value_levels(values)
-    assert levels.unique(return_counts=True)[1].tolist() == [2**storage.spare_bits] * (2**bits - 1)
+    assert levels.unique(return_counts=True)[1].tolist() == [2**storage.spare_bits] * (2**storage.bits - 1)
     assert torch.equal(storage.value_levels(-1 - values), -levels)  # a mirrored value is of the mirrored level
+
+
+def test_half_a_byte_is_taken_where_there_are_bits_to_spare(refuses):
+    assert storage_for(2, "half") == HALF_A_BYTE
+    assert (HALF_A_BYTE.spare_bits, HALF_A_BYTE.resolution, HALF_A_BYTE.dtype) == (2, 4, torch.uint8)
+    for bits in (3, 4):  # which take half a byte when they are packed
+        assert storage_for(bits, "half") == storage_for(bits, False) == Storage(bits, memory=False)
+    assert [storage_for(2, memory).asked_for for memory in (True, False, "half")] == [True, False, "half"]
+    with refuses(UsageError, 'memory="half".*too little for 5 bits'):
+        storage_for(5, "half")
+    with refuses(UsageError, "memory"):
+        storage_for(2, "quarter")
 
 
 @pytest.mark.parametrize("storage", [Storage(6), Storage(7), Storage(8), Storage(4, memory=False), Storage(3, memory=False)],

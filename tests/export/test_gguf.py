@@ -39,6 +39,7 @@ def weight_in(file, name, layer, heads):
 
 @pytest.mark.parametrize(("bits", "memory", "gain", "ternary", "expected"), [
     (2, True, True, "TQ2_0", "TQ2_0"), (2, False, True, "TQ1_0", "TQ1_0"), (2, True, False, "Q2_0", "Q2_0"),
+    (2, "half", True, "TQ2_0", "TQ2_0"),
     (3, False, False, "TQ2_0", "Q4_0"), (3, True, True, "TQ2_0", "Q4_0"), (4, True, False, "TQ2_0", "Q4_0"),
     (4, False, True, "TQ2_0", "Q4_0"), (6, True, False, "TQ2_0", "Q8_0"),
 ])

@@ -29,7 +29,8 @@ def operators(path) -> list[str]:
     return [node.op_type for node in onnx.load(path).graph.node]
 
 
-@pytest.mark.parametrize(("bits", "memory", "standard"), [(2, True, False), (3, False, False), (4, True, True)], ids=str)
+@pytest.mark.parametrize(("bits", "memory", "standard"), [(2, True, False), (2, "half", False), (3, False, False),
+                                                        (4, True, True)], ids=str)
 def test_onnxruntime_computes_what_the_model_does(bits, memory, standard, tmp_path):
     model, x = conv_net(bits, memory, gain=True), images()
     path = to_onnx(model, tmp_path / "net.onnx", (x,), dynamic_shapes=(BATCH,), standard=standard)
@@ -42,7 +43,7 @@ def test_onnxruntime_computes_what_the_model_does(bits, memory, standard, tmp_pa
         assert relative_error(run(path, some), model(some)) < ROUNDING
 
 
-@pytest.mark.parametrize(("bits", "memory"), [(2, False), (3, True)], ids=str)
+@pytest.mark.parametrize(("bits", "memory"), [(2, False), (2, "half"), (3, True)], ids=str)
 def test_torchs_own_export_works_without_our_function(bits, memory, tmp_path):
     model = gft.quantize_(nn.Sequential(nn.Conv2d(3, 40, (5, 5)), nn.Flatten(1), nn.Linear(640, 65)), bits,
                           memory=memory).eval()

@@ -45,8 +45,9 @@ def same_state(one: nn.Module, other: nn.Module) -> bool:
     (2, True, {}, "50GB"),
     (2, False, {"tie_word_embeddings": True}, "5KB"),
     (3, False, {"attention_bias": True}, "50GB"),
+    (2, "half", {}, "50GB"),
     (4, True, {"tie_word_embeddings": True}, "5KB"),
-], ids=["ternary", "packed, tied, sharded", "packed with biases", "memory, tied, sharded"])
+], ids=["ternary", "packed, tied, sharded", "packed with biases", "half a byte", "memory, tied, sharded"])
 def test_a_saved_model_is_loaded_with_the_same_logits_bit_for_bit(tmp_path, bits, memory, config, shard):
     model = quantized_llama(bits, memory, **config)
     train_steps(model, optimizer_of(model))

@@ -18,6 +18,7 @@ CASES = [pytest.param((3, 65), 1, torch.float32, Storage(2, False), id="odd-1-fl
          pytest.param((3, 65), 1, torch.bfloat16, Storage(4), id="odd-1-bfloat16-4memory"),
          pytest.param((5, 77), 3, torch.bfloat16, Storage(3, False), id="odd-3-bfloat16-3packed"),
          pytest.param((5, 77), 2, torch.float32, Storage(2), id="odd-2-float32-2memory"),
+         pytest.param((5, 77), 2, torch.bfloat16, Storage(2, False, half=True), id="odd-2-bfloat16-2half"),
          pytest.param((66, 48), 1, torch.bfloat16, Storage(2, False), id="even-1-bfloat16-2packed"),
          pytest.param((66, 48), 1, torch.float16, Storage(8, False), id="even-1-float16-8packed"),
          pytest.param((66, 48), 16, torch.bfloat16, Storage(4, inertia=False), id="even-16-bfloat16-4memory"),

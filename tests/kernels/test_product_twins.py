@@ -70,8 +70,8 @@ def test_sequences_vote_as_the_definition_says(triton_twins, sequences, sequence
     assert expected.any()
 
 
-STORAGES = [Storage(2, False), Storage(3, False), Storage(5, False), Storage(8, False), Storage(2),
-            Storage(4, inertia=False), Storage(7)]
+STORAGES = [Storage(2, False), Storage(2, False, half=True), Storage(3, False), Storage(5, False), Storage(8, False),
+            Storage(2), Storage(4, inertia=False), Storage(7)]
 
 
 @pytest.mark.parametrize("storage", STORAGES, ids=str)

@@ -29,6 +29,7 @@ JOBS = [
     pytest.param(Storage(2, False), (63, 65), INT64, {"threshold": 0.57, "running": True, "rescale_step": True},
                  id="2-packed-running"),
     pytest.param(Storage(3, False), (9, 131), INT32, {"threshold": 3.0, "running": True}, id="3-packed"),
+    pytest.param(Storage(2, False, half=True), (9, 131), INT32, {"threshold": 0.6, "running": True}, id="2-half"),
     pytest.param(Storage(4, False), (130, 72), INT64, {"rescale_step": True}, id="4-packed"),
     pytest.param(Storage(5, False), (15, 257), INT32, {"threshold": 2.0}, id="5-packed"),
     pytest.param(Storage(8, False), (8, 1024), INT32, {"threshold": 2.0, "running": True}, id="8-packed"),
@@ -138,7 +139,8 @@ def test_plans_equal_the_definition_where_there_are_no_votes(backend, step, resc
         assert torch.equal(got.column.cpu(), plan.column)
 
 
-@pytest.mark.parametrize("storage", [Storage(2), Storage(4, inertia=False), Storage(3, False)], ids=str)
+@pytest.mark.parametrize("storage", [Storage(2), Storage(4, inertia=False), Storage(3, False), Storage(2, False, half=True)],
+                         ids=str)
 @pytest.mark.parametrize("on_device", [False, True], ids=["a number", "on the device"])
 def test_at_lr_zero_nothing_moves_and_second_moments_are_renewed(backend, storage, on_device):
     job = random_job(storage, (9, 24), running=True, follow=200, threshold=0.57)

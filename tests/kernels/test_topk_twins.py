@@ -13,6 +13,7 @@ CASES = [
     pytest.param(Storage(2, False), (63, 65), torch.int32, 0.35, 1311, id="2-packed"),
     pytest.param(Storage(3, False), (1, 64), torch.int64, 1.0, 65, id="3-packed"),
     pytest.param(Storage(4, False), (130, 72), torch.int32, 0.6, 0, id="4-packed"),
+    pytest.param(Storage(2, False, half=True), (9, 131), torch.int32, 0.6, 65, id="2-half"),
     pytest.param(Storage(5, False), (9, 131), torch.int64, 0.35, 1311, id="5-packed"),
     pytest.param(Storage(8, False), (8, 257), torch.int32, 0.2, 40000, id="8-packed"),
     pytest.param(Storage(2), (33, 40), torch.int64, 0.6, 65, id="2-inertia"),

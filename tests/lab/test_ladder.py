@@ -254,7 +254,7 @@ def test_sizes_have_their_seeds_and_a_whole_name_is_one_row():
     assert tables.seeds_of(ladder.recipe("85m", "adamw"), 2) == 2
     assert [one.name for one in tables.recipes_of("wiki-ladder", rows=["wiki-ladder-10m-gft-2bit"])] == [
         "wiki-ladder-10m-gft-2bit"]
-    assert len(tables.recipes_of("wiki-ladder", rows=["10m-gft-2bit"])) == 3
+    assert len(tables.recipes_of("wiki-ladder", rows=["10m-gft-2bit"])) == 4
     assert "wiki-ladder" not in tables.folders_of(["all"], "default", tables.Path("x"))
 
 

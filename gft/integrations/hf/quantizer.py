@@ -38,7 +38,7 @@ from gft.layers import (
 )
 from gft.saved import mapping, sequence, whole_number
 from gft.settings import check_choice
-from gft.storage import check_bits
+from gft.storage import HALF, check_bits, storage_for
 from gft.summary import summary
 
 METHOD = "gft"
@@ -55,11 +55,11 @@ class GftConfig(QuantizationConfigMixin):
     layers: which layers are integers and how each is built; written by save_pretrained.
     """
 
-    def __init__(self, bits: int = 4, memory: bool = True, gain: bool | None = None, scales: str | int = "tensor",
+    def __init__(self, bits: int = 4, memory: bool | str = True, gain: bool | None = None, scales: str | int = "tensor",
                  modules_to_not_convert: list[str] | None = None, layers: list[dict[str, Any]] | None = None,
                  compute: str | None = None, **kwargs: Any) -> None:
         self.quant_method = METHOD  # type: ignore[assignment]
-        self.bits, self.memory, self.gain, self.scales = check_bits(bits), bool(memory), gain, scales
+        self.bits, self.memory, self.gain, self.scales = check_bits(bits), storage_for(bits, memory).asked_for, gain, scales
         check_compute(compute, bits)
         self.compute = compute
         self.modules_to_not_convert, self.layers = modules_to_not_convert, None if layers is None else checked_layers(layers)
@@ -103,7 +103,8 @@ def checked_layers(groups: Any) -> list[dict[str, Any]]:
         for number in numbers:
             whole_number(number, "the number of a layer in config.json", 2**30)
         check_bits(group.get("bits"))  # type: ignore[arg-type]
-        for key in ("memory", "gain", "bias"):
+        check_choice("memory in config.json", group.get("memory"), (False, True, HALF))
+        for key in ("gain", "bias"):
             check_choice(f"{key} in config.json", group.get(key, True if key == "bias" else None), (False, True))
         check_choice("compute in config.json", group.get("compute"), COMPUTE)
         if group.get("scales") not in ("tensor", "row"):
@@ -120,7 +121,7 @@ def checked_layers(groups: Any) -> list[dict[str, Any]]:
 
 def settings_of(layer: QuantLayer, packed: bool = False) -> dict[str, Any]:
     """What `gft.quantize_` has to be told to build this layer again."""
-    settings: dict[str, Any] = {"bits": layer.bits, "memory": layer.memory and not packed,
+    settings: dict[str, Any] = {"bits": layer.bits, "memory": False if packed else layer.memory,
                                 "gain": layer.log_gain is not None, "bias": layer.bias is not None, "scales": "tensor"}
     if layer.compute is not None:
         settings["compute"] = layer.compute

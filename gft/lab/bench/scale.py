@@ -28,6 +28,7 @@ from gft.lab import data as datasets
 from gft.lab.bench.rows import Row, allocated, forget_peak, peak, say, seconds, stored, wait
 from gft.lab.models import GPT
 from gft.layers import quantized_layers
+from gft.optim import LR
 from gft.votes import count_votes
 
 DRAWN_AT_ONCE = 1 << 26  # levels drawn at once: 256 MB of floats
@@ -40,7 +41,7 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Size:
-    """A network, what it is fed, for how long, and at which rates (how they were chosen: docs/lab-notes/2026-11-18.md)."""
+    """A network, what it is fed, for how long, and at which rates (docs/lab-notes/2026-11-19.md)."""
 
     width: int
     depth: int
@@ -48,7 +49,7 @@ class Size:
     context: int = 256
     steps: int = 20
     bits: int = 2
-    lr: float = 0.1
+    lr: float = LR  # gft.GFT's default
     dense_lr: float = 5e-5
 
     @property

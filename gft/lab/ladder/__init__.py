@@ -19,6 +19,7 @@ from gft.errors import UsageError
 from gft.lab.models.llama import inner_width
 from gft.lab.recipe import PAPERS_RULE, Data, Dense, Integers, Model, Recipe, Schedule
 from gft.lab.records import read_chosen
+from gft.storage import HALF
 
 TABLE = "wiki-ladder"
 BATCH, CONTEXT, VOCABULARY = 16, 1024, 16_384
@@ -68,6 +69,7 @@ ROWS = {
     "muon": Row("Muon + AdamW", Integers(), "muon"),
     **{f"gft-{bits}bit": _gft("GFT", bits) for bits in (4, 3, 2)},
     **{f"gft-{bits}bit-packed": _gft("GFT, packed", bits, memory=False, orthogonalize=True) for bits in (4, 2)},
+    "gft-2bit-half": _gft("GFT, half a byte", 2, memory=HALF, orthogonalize=True),
     "bitnet-2bit": _bitnet("BitNet b1.58", 2),
     "bitnet-4bit": _bitnet("BitNet's STE", 4),
     **{f"dqt-{bits}bit": _other("DQT", "dqt", bits, 3e-4) for bits in (4, 2)},
