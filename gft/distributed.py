@@ -7,7 +7,8 @@ Each rank casts votes on its part of the batch. Before any weight moves, four th
     squares    the mean squares behind the running scales: the mean over the ranks that have votes        one all_reduce
     at first   weights and settings, which are only compared                                    one all_reduce of two numbers
 
-With orthogonalize=True each rank orthogonalizes some of the layers, and another all_reduce hands them to all. Then every
+With orthogonalize=True each rank orthogonalizes some of the layers, and another all_reduce hands them to all; spectral
+clipping likewise, with a number a layer. Then every
 rank takes the same step by itself: same votes, same scales, same random numbers, same weights, bit for bit. With
 `Sign(per="token")` that step is the one a single process takes with the whole batch. Other votes are rounded by noise of
 each rank's own (`VoteAccumulator.call`). A layer that a rank has not used gets zeros from it; one that no rank has used
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from gft.errors import UsageError, UsageTypeError
 from gft.rules.orthogonalize import orthogonalized
+from gft.rules.spectral import shares
 from gft.votes import VoteAccumulator
 
 if TYPE_CHECKING:
@@ -261,5 +263,15 @@ def orthogonalized_over(ranks: Ranks,
         return orthogonalized(votes)
     results = [torch.zeros(one.shape, dtype=torch.int32, device=one.device) for one in votes]
     results[ranks.rank :: ranks.world] = orthogonalized(votes[ranks.rank :: ranks.world])
+    sum_over(ranks, results)
+    return results
+
+
+def shares_over(ranks: Ranks, votes: Sequence[Tensor], limit: float) -> list[Tensor]:  # the same on all ranks
+    """rules.spectral, each rank's share of the layers by itself, likewise."""
+    if ranks.world == 1:
+        return shares(votes, limit)
+    results = [torch.zeros((), device=one.device) for one in votes]
+    results[ranks.rank :: ranks.world] = shares(votes[ranks.rank :: ranks.world], limit)
     sum_over(ranks, results)
     return results

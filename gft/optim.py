@@ -29,6 +29,7 @@ from gft.distributed import (
     fingerprint,
     orthogonalized_over,
     ranks_of,
+    shares_over,
     sum_over,
 )
 from gft.errors import UsageError, UsageTypeError, shortened
@@ -259,13 +260,16 @@ class GFT(Optimizer):
         votes: list[Any] = [self._accumulators[weight].votes for weight in weights]
         if rule.orthogonalize:
             bound, votes = BOUND, self._orthogonalized(weights, votes)
+        clip = rule.spectral_clip
+        shares = [None] * len(votes) if clip is None else shares_over(self.ranks, votes, clip)
         by_device: dict[torch.device, list[tuple[VoteAccumulator, WeightStep]]] = {}
-        for parameter, beta in zip(weights, votes, strict=True):
+        for parameter, beta, share in zip(weights, votes, shares, strict=True):
             one, part = self._accumulators[parameter], self._parts.get(parameter)
             if (layer := one.layer()) is not None:
                 key = one.key(0, call, 0 if part is None else part.first_row * layer.columns)
                 weight = WeightStep(own_rows(parameter), beta, one.bound if bound is None else bound, layer.storage,
-                                    layer.scale_number(), key, one.second_moment, layer.fan_in, layer.branches or 1, part)
+                                    layer.scale_number(), key, one.second_moment, layer.fan_in, layer.branches or 1, part,
+                                    share)
                 by_device.setdefault(weight.stored.device, []).append((one, weight))
         for device, some in by_device.items():
             results = rule.step([weight for _, weight in some], self._graph.rate(group, device))
@@ -540,6 +544,9 @@ def check_settings(group: Mapping[str, Any], ranks: Ranks = ALONE) -> None:
     check_choice("wire", group["wire"], ("int32", "int8"))
     if group["wire"] == "int8" and not all(map(is_sharded, group["params"])):
         raise UsageError('wire="int8" is for weights that fully_shard has shared out over ranks; leave it out')
+    if rule.spectral_clip is not None and any(map(is_sharded, group["params"])):
+        raise UsageError("spectral_clip looks at whole matrices, and fully_shard has shared their rows out over ranks; "
+                         "leave it out")
     if group["in_backward"] and ranks.world > 1 and not all(map(is_sharded, group["params"])):
         raise UsageError("in_backward=True moves a layer before the votes of other ranks are there; leave it out, or pass "
                          "process_group=False to train alone")

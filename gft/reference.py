@@ -174,6 +174,19 @@ def orthogonalized(beta: Matrix) -> Floats:
     return [[a + o for a, o in zip(*lines, strict=True)] for lines in zip(x, of_length_one(orthogonal), strict=True)]
 
 
+def spectral_share(beta: Matrix, limit: float) -> float:
+    """limit · (sqrt(rows) + sqrt(columns)) over the largest singular value of u, whose rms is 1; 1 at most. u = beta with
+    rows and columns of equal size."""
+    rows, columns, squares = len(beta), len(beta[0]), mean_squares(beta)
+    u = [[b / sqrt(squares[o] * squares[rows + i]) if b else 0.0 for i, b in enumerate(line)] for o, line in enumerate(beta)]
+    gram, direction = product(transposed(u), u), [[1.0 + 0.1 * i] for i in range(columns)]
+    for _ in range(300):
+        direction = of_length_one(product(gram, direction))
+    norm = sqrt(sum(a * b for (a,), (b,) in zip(direction, product(gram, direction), strict=True)))
+    rms = sqrt(sum(number * number for line in u for number in line) / (rows * columns))
+    return min(1.0, limit * (sqrt(rows) + sqrt(columns)) * rms / norm) if norm else 1.0
+
+
 def of_length_one(matrix: Matrix | Floats) -> Floats:
     length = sqrt(sum(number * number for line in matrix for number in line)) or 1.0
     return [[number / length for number in line] for line in matrix]

@@ -22,7 +22,7 @@ the same bits. So of several ranks each orthogonalizes some of the layers for al
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -38,16 +38,20 @@ TINY = 1e-30
 def orthogonalized(votes: Sequence[Tensor]) -> list[Tensor]:  # each (out, in) -> (out, in) int32, none beyond BOUND
     """Half of each layer's votes as cast, half with all singular values equal, in units of 1/ONE; layers of one shape share
     their products."""
-    alike: dict[tuple[torch.device, torch.Size], list[int]] = defaultdict(list)
-    for number, one in enumerate(votes):
-        alike[one.device, one.shape].append(number)
     results: dict[int, Tensor] = {}
-    for (_, shape), numbers in alike.items():
-        together = max(1, AT_ONCE // max(1, shape.numel()))
-        for start in range(0, len(numbers), together):
-            some = numbers[start : start + together]
-            results.update(zip(some, _beta(torch.stack([votes[number] for number in some])), strict=True))
+    for numbers in alike(votes):
+        results.update(zip(numbers, _beta(torch.stack([votes[number] for number in numbers])), strict=True))
     return [results[number] for number in range(len(votes))]
+
+
+def alike(votes: Sequence[Tensor]) -> Iterator[list[int]]:
+    """The numbers of layers of one shape, as many together as a product takes."""
+    shapes: dict[tuple[torch.device, torch.dtype, torch.Size], list[int]] = defaultdict(list)
+    for number, one in enumerate(votes):
+        shapes[one.device, one.dtype, one.shape].append(number)
+    for (_, _, shape), numbers in shapes.items():
+        together = max(1, AT_ONCE // max(1, shape.numel()))
+        yield from (numbers[start : start + together] for start in range(0, len(numbers), together))
 
 
 def _beta(votes: Tensor) -> Tensor:  # (layers, out, in) -> the same, int32

@@ -75,12 +75,16 @@ class Rounding(Rule):
     orthogonalize: True: half of what moves the weights is the layer's votes with all singular values equal, as Muon does
         with a gradient. Learns faster where a step has many tokens; costs products of the layer's size cubed, and devices no
         longer give the same bits (ranks do).
+    spectral_clip: The most that the largest singular value of a layer's move may be, in those of a random move of its size;
+        a layer whose move has more takes a smaller one. None: no limit. At 1 one lr serves small batches, short trainings
+        and first steps, whose moves all point one way; costs a dozen products of the votes with a vector.
     """
 
     inertia: float | None = None
     threshold: float | str | None = None
     second_moment: str | None = None
     orthogonalize: bool = False  # type: ignore[misc]
+    spectral_clip: float | None = None  # type: ignore[misc]
     lr_meaning: ClassVar[str] = "the rms move of a weight in levels"
 
     def __post_init__(self) -> None:
@@ -90,6 +94,8 @@ class Rounding(Rule):
             check_number("threshold", self.threshold, 0.0, MOST_THRESHOLD, 'it counts rms of the votes, or is "auto"')
         check_choice("second_moment", self.second_moment, (None, "step", "running"))
         check_choice("orthogonalize", self.orthogonalize, (False, True))
+        if self.spectral_clip is not None:
+            check_number("spectral_clip", self.spectral_clip, 0.05, 20.0, "it counts singular values of random moves")
 
     def storage_for(self, storage: Storage) -> Storage:
         """Refuse a setting that this weight could only ignore; where there is memory, choose its encoding."""
@@ -104,8 +110,9 @@ class Rounding(Rule):
 
     @property
     def replays(self) -> bool:
-        """Orthogonalizing takes scratch of the votes' own size, which a recorded step would keep for itself."""
-        return not self.orthogonalize
+        """Orthogonalizing and spectral clipping take scratch of the votes' own size, which a recorded step would keep for
+        itself."""
+        return not self.orthogonalize and self.spectral_clip is None
 
     @property
     def follow(self) -> int:
@@ -140,7 +147,10 @@ class Rounding(Rule):
     def step(self, weights: Sequence[WeightStep], lr: float | Tensor) -> list[StepResult]:
         jobs = [self.job(weight) for weight in weights]
         whole = [number for number, weight in enumerate(weights) if weight.part is None]
-        moved = dict(zip(whole, ops.round_many([jobs[number] for number in whole], lr), strict=True)) if whole else {}
+        if self.spectral_clip is None:
+            moved = dict(zip(whole, ops.round_many([jobs[number] for number in whole], lr), strict=True)) if whole else {}
+        else:  # each by a lr of its own
+            moved = {number: ops.round_many([jobs[number]], clipped(lr, weights[number].share))[0] for number in whole}
         parts = [number for number in range(len(weights)) if number not in moved]
         moved |= zip(parts, _round_parts([(jobs[number], weights[number].part) for number in parts], lr), strict=True)
         results = [moved[number] for number in range(len(weights))]
@@ -149,6 +159,13 @@ class Rounding(Rule):
 
     def _keeps_second_moment(self, storage: Storage) -> bool:
         return storage.memory_bits > 0 or self.second_moment == "running"
+
+
+def clipped(lr: float | Tensor, share: Tensor | None) -> float | Tensor:
+    """lr times a share that may lie on a device, which the host does not wait for."""
+    if share is None:
+        return lr
+    return lr * share if share.is_cuda else float(lr) * float(share)
 
 
 def _round_parts(some: Sequence[tuple[RoundingJob, Part | None]], lr: float | Tensor) -> Iterator[Rounded]:

@@ -51,6 +51,7 @@ class WeightStep:
     fan_in: int | None = None  # how many products an output sums; None: as many as there are columns
     branches: int = 1  # how many layers' outputs are added to the residual stream that this one's is added to
     part: Part | None = None  # where `stored` and `votes` are some rows only; key and second_moment are of the whole
+    share: Tensor | None = None  # a float32 number by which its move is multiplied (rules/spectral.py)
 
     def levels(self) -> Tensor:
         """(rows, columns) int8."""
@@ -76,6 +77,7 @@ class Rule(Setting):
 
     lr_meaning: ClassVar[str] = "the learning rate"
     orthogonalize: ClassVar[bool] = False  # are the votes made orthogonal (rules/orthogonalize.py) before the step?
+    spectral_clip: ClassVar[float | None] = None  # is a move that all points one way taken smaller (rules/spectral.py)?
 
     @property
     def replays(self) -> bool:
