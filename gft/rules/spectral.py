@@ -5,8 +5,8 @@ of rms 1 that are noise, as most of a small batch's votes are, is
 
     sqrt(out) + sqrt(in)        (Bai and Yin)
 
-Votes that agree, as most do in the first steps of a training, make moves of rank one, whose singular value is sqrt(out · in):
-a step that is small for every weight is large for the output. So each layer's move is multiplied by
+Votes that agree, as most do in the first steps of a training, make moves of rank one, of singular value sqrt(out · in): a
+step that is small for every weight is large for the output. So each layer's move is multiplied by
 
     share = min(1, limit · (sqrt(out) + sqrt(in)) / s)        s: the largest singular value of u, of rms 1
 

@@ -71,7 +71,7 @@ def test_settings_are_read_by_type_with_or_without_their_part():
     ("paper=3", "no setting 'paper'"),
     ("depth=many", "depth takes a value of type int"),
     ("inertia=much", "inertia takes a value of type float or none"),
-    ("memory=perhaps", "memory takes a value of type bool"),
+    ("memory=perhaps", "memory='perhaps': choose one of True, False, half"),
     ("norm=layer", "norm='layer': choose one of rms, batch, none"),
     ("steps=0", "steps=0: give at least 1"),
     ("bits=9", "bits=9: integer layers have 2 to 8 bits"), ("compute=fp4", "compute='fp4': choose one of None, bf16"),
