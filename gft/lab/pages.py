@@ -350,16 +350,19 @@ def transfer(results: Path) -> str:
     for run in runs:
         size, row = place_of(run["recipe"].partition("@")[0])
         config = run["config"]
-        kind = (row, SIZES.index(size), config["data"]["batch"], config["data"]["context"], config["schedule"]["steps"])
+        clip = config["integers"].get("spectral_clip")
+        kind = (row, clip or 0, SIZES.index(size), config["data"]["batch"], config["data"]["context"],
+                config["schedule"]["steps"])
         losses.setdefault(kind, {})[config["integers"]["lr"]] = run["value"]
     rates = sorted({rate for by_rate in losses.values() for rate in by_rate})
     lines = []
-    for (row, size, batch, context, steps), by_rate in sorted(losses.items()):
+    for (row, clip, size, batch, context, steps), by_rate in sorted(losses.items()):
         best = min(by_rate.values())
         shown = {rate: f"**{loss:.3f}**" if loss == best else f"{loss:.3f}" for rate, loss in by_rate.items()}
         behind = f"{by_rate[Integers.lr] / best - 1:.1%}" if Integers.lr in by_rate else ""
-        lines.append([spaced(row.removeprefix("gft-")).replace("-", ", "), SIZES[size].replace("x", "×"),
-                      f"{batch} × {context}", str(steps), *(shown.get(rate, "") for rate in rates), behind])
+        integers = spaced(row.removeprefix("gft-")).replace("-", ", ") + (f", `spectral_clip={clip:g}`" if clip else "")
+        lines.append([integers, SIZES[size].replace("x", "×"), f"{batch} × {context}", str(steps),
+                      *(shown.get(rate, "") for rate in rates), behind])
     header = ["integers", "width × depth", "tokens a step", "steps", *(f"lr {rate:g}" for rate in rates),
               f"lr {Integers.lr:g} behind the best"]
     return (table(header, lines)
