@@ -7,12 +7,11 @@ Each rank casts votes on its part of the batch. Before any weight moves, four th
     squares    the mean squares behind the running scales: the mean over the ranks that have votes        one all_reduce
     at first   weights and settings, which are only compared                                    one all_reduce of two numbers
 
-With orthogonalize=True each rank orthogonalizes some of the layers, and another all_reduce hands them to all; spectral
-clipping likewise, with a number a layer. Then every
-rank takes the same step by itself: same votes, same scales, same random numbers, same weights, bit for bit. With
-`Sign(per="token")` that step is the one a single process takes with the whole batch. Other votes are rounded by noise of
-each rank's own (`VoteAccumulator.call`). A layer that a rank has not used gets zeros from it; one that no rank has used
-stays as it is.
+With orthogonalize=True each rank orthogonalizes some of the layers, and another all_reduce hands them to all; momentum of
+low rank and spectral clipping likewise. Then every rank takes the same step by itself: same votes, same scales, same random
+numbers, same weights, bit for bit. With `Sign(per="token")` that step is the one a single process takes with the whole
+batch. Other votes are rounded by noise of each rank's own (`VoteAccumulator.call`). A layer that a rank has not used gets
+zeros from it; one that no rank has used stays as it is.
 
 Collectives come in an order that follows from the counts, so no rank waits in vain for one that has fewer votes. Every rank
 must take the same number of steps; one that is missing makes the others raise `RankLost` after `patience()`.
@@ -30,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gft.errors import UsageError, UsageTypeError
+from gft.rules.momentum import joined
 from gft.rules.orthogonalize import orthogonalized
 from gft.rules.spectral import shares
 from gft.votes import VoteAccumulator
@@ -264,6 +264,22 @@ def orthogonalized_over(ranks: Ranks,
     results = [torch.zeros(one.shape, dtype=torch.int32, device=one.device) for one in votes]
     results[ranks.rank :: ranks.world] = orthogonalized(votes[ranks.rank :: ranks.world])
     sum_over(ranks, results)
+    return results
+
+
+def joined_over(ranks: Ranks, votes: Sequence[Tensor],
+                pasts: Sequence[Tensor]) -> list[Tensor]:  # the same on all ranks, as pasts are then
+    """rules.momentum, each rank's share of the layers by itself, likewise."""
+    if ranks.world == 1:
+        return joined(votes, pasts)
+    results = [torch.zeros(one.shape, dtype=torch.int32, device=one.device) for one in votes]
+    own = slice(ranks.rank, None, ranks.world)
+    results[own] = joined(votes[own], pasts[own])
+    for number, past in enumerate(pasts):
+        if number % ranks.world != ranks.rank:
+            past.zero_()
+    sum_over(ranks, results)
+    sum_over(ranks, pasts)
     return results
 
 

@@ -27,6 +27,7 @@ from gft.distributed import (
     all_reduce_votes,
     check_alike,
     fingerprint,
+    joined_over,
     orthogonalized_over,
     ranks_of,
     shares_over,
@@ -35,7 +36,7 @@ from gft.distributed import (
 from gft.errors import UsageError, UsageTypeError, shortened
 from gft.layers import QuantLayer, layer_of
 from gft.replay import StepGraph
-from gft.rules import Part, Rounding, Rule, TopK, WeightStep
+from gft.rules import Part, Rounding, Rule, TopK, WeightStep, momentum
 from gft.rules.orthogonalize import BOUND
 from gft.saved import is_number, is_plain, mapping, saved_groups, whole_number
 from gft.settings import check_choice
@@ -61,7 +62,8 @@ PAPER: Mapping[str, Any] = MappingProxyType({"lr": 0.75, "rule": TopK(p_min=0.00
 LR = 0.2  # unless it is given
 
 SETTINGS = ("lr", "rule", "vote", "seed", "in_backward", "step", "wire")  # of a group
-RUNNING = ("x_rms", "grad_rms", "second_moment")  # what of an accumulator the state_dict keeps
+RUNNING = ("x_rms", "grad_rms", "second_moment")  # what of an accumulator the state_dict keeps, and
+PAST = "past"  # where a rule has momentum of low rank
 GPU_STEPS_BETWEEN_REPORTS = 100
 
 
@@ -171,9 +173,19 @@ class GFT(Optimizer):
                     del self.state[weight][name]
                 setattr(votes, name, self.state[weight].get(name))
             votes.check_state(layer.inputs, (layer.rows, layer.columns), layer.outputs)
+            votes.past = self._checked_past(weight, layer, group["rule"])
             new.append((layer, weight, votes))
         for layer, weight, votes in new:  # all of them, or none
             layer.votes = self._accumulators[weight] = votes
+
+    def _checked_past(self, weight: Tensor, layer: QuantLayer, rule: Rule) -> Tensor | None:
+        """The running mean of a weight's votes, as a state_dict may have brought it; kept only for a rule that has one."""
+        past = self.state[weight].pop(PAST, None)
+        if past is None or not rule.momentum_rank or _is_room(past):
+            return None
+        momentum.check(past, layer.rows, layer.columns, rule.momentum_rank)
+        self.state[weight][PAST] = past
+        return past
 
     def _number(self, layer: QuantLayer, weight: Tensor) -> int:
         """A layer's number in the random streams: its place in the model; where that is not known, or two models are trained
@@ -260,6 +272,9 @@ class GFT(Optimizer):
         votes: list[Any] = [self._accumulators[weight].votes for weight in weights]
         if rule.orthogonalize:
             bound, votes = BOUND, self._orthogonalized(weights, votes)
+        if rule.momentum_rank:
+            bound, votes = BOUND, joined_over(self.ranks, votes, [self._past(weight, tuple(one.shape), rule.momentum_rank)
+                                                             for weight, one in zip(weights, votes, strict=True)])
         clip = rule.spectral_clip
         shares = [None] * len(votes) if clip is None else shares_over(self.ranks, votes, clip)
         by_device: dict[torch.device, list[tuple[VoteAccumulator, WeightStep]]] = {}
@@ -285,6 +300,13 @@ class GFT(Optimizer):
         results |= zip(parts, orthogonalized_rows([votes[number] for number in parts],
                                                   [weights[number] for number in parts]), strict=True)
         return [results[number] for number in range(len(weights))]
+
+    def _past(self, weight: Tensor, shape: tuple[int, int], rank: int) -> Tensor:
+        """The running mean of a weight's votes; a new one where there is none, or one of another rank."""
+        votes, (rows, columns) = self._accumulators[weight], shape
+        if votes.past is None or votes.past.shape[1] != min(rank, rows, columns):
+            votes.past = self.state[weight][PAST] = momentum.start(rows, columns, rank, weight.device)
+        return votes.past
 
     @torch.no_grad()
     def move_in_backward(self, votes: VoteAccumulator) -> None:
@@ -396,10 +418,11 @@ class GFT(Optimizer):
         load_state_dict before it counts, and the next step does not change them.
         """
         state = super().state_dict()
+        rules = [group["rule"] for group in self.param_groups for _ in group["params"]]
         for number, votes in enumerate(self._accumulators.values()):
             layer = votes.layer()
             if layer is not None:
-                state["state"][number] = _with_room(_copied(state["state"].get(number, {})), layer)
+                state["state"][number] = _with_room(_copied(state["state"].get(number, {})), layer, rules[number])
         for group in state["param_groups"]:
             group["step"] = int(group["step"])
             group["rule"], group["vote"] = group["rule"].to_dict(), group["vote"].to_dict()
@@ -433,13 +456,13 @@ class GFT(Optimizer):
                     raise UsageError("the layers whose weights this optimizer trains are gone; build a new optimizer from "
                                      "gft.quantized(model) and give it this state_dict")
                 group["rule"].storage_for(layer.storage)
-                layers.append((number, layer))
-        if any(number not in state_dict["state"] for number, _ in layers):
+                layers.append((number, layer, group["rule"]))
+        if any(number not in state_dict["state"] for number, _, _ in layers):
             raise UsageError("this optimizer state_dict has no state of some of its weights, which torch's "
                              "set_optimizer_state_dict leaves out where they ask for no gradient; give the optimizer itself "
                              "to torch.distributed.checkpoint (docs/scaling.md)")
-        for number, layer in layers:
-            states[number] = _read_state(mapping(state_dict["state"][number], "the state of a weight"), layer)
+        for number, layer, rule in layers:
+            states[number] = _read_state(mapping(state_dict["state"][number], "the state of a weight"), layer, rule)
         numbers = [state["number"] for state in states.values() if "number" in state]
         if len(set(numbers)) < len(numbers):
             raise UsageError("two weights in the optimizer's state_dict have one number and would draw the same random "
@@ -483,7 +506,7 @@ def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
 
 
-def _read_state(saved: Mapping[str, Any], layer: QuantLayer) -> dict[str, Any]:
+def _read_state(saved: Mapping[str, Any], layer: QuantLayer, rule: Rule) -> dict[str, Any]:
     """The saved state of a layer's weight, looked at number by number. What of it kernels and steps will use is copied, in
     memory of its own and one number after the other."""
     state, shape = dict(saved), (layer.rows, layer.columns)
@@ -493,6 +516,10 @@ def _read_state(saved: Mapping[str, Any], layer: QuantLayer) -> dict[str, Any]:
         check_running(name, scale.abs() if _is_room(scale) else scale, length, shape)
         if not _is_room(scale):
             state[name] = scale.detach().clone(memory_format=torch.contiguous_format)
+    past = state.pop(PAST, None)
+    if past is not None and rule.momentum_rank and not _is_room(past):
+        momentum.check(past, layer.rows, layer.columns, rule.momentum_rank)
+        state[PAST] = past.detach().clone(memory_format=torch.contiguous_format)
     for name in ("flips", "last_flips"):
         if name in state:
             flips = state[name]
@@ -505,11 +532,13 @@ def _read_state(saved: Mapping[str, Any], layer: QuantLayer) -> dict[str, Any]:
     return state
 
 
-def _with_room(state: Mapping[str, Any], layer: QuantLayer) -> dict[str, Any]:
+def _with_room(state: Mapping[str, Any], layer: QuantLayer, rule: Rule) -> dict[str, Any]:
     """A weight's state, with room for what a checkpoint may hold of it."""
     lengths = running_lengths(layer.inputs, (layer.rows, layer.columns), layer.outputs)
     device = layer.qweight.device
     room: dict[str, Any] = {name: torch.full((length,), -1.0, device=device) for name, length in lengths.items()}
+    if rule.momentum_rank:
+        room[PAST] = torch.full_like(momentum.start(layer.rows, layer.columns, rule.momentum_rank, device), -1.0)
     room |= {name: torch.zeros((), dtype=torch.int64, device=device) for name in ("flips", "last_flips")}
     return room | dict(state)
 
@@ -544,9 +573,10 @@ def check_settings(group: Mapping[str, Any], ranks: Ranks = ALONE) -> None:
     check_choice("wire", group["wire"], ("int32", "int8"))
     if group["wire"] == "int8" and not all(map(is_sharded, group["params"])):
         raise UsageError('wire="int8" is for weights that fully_shard has shared out over ranks; leave it out')
-    if rule.spectral_clip is not None and any(map(is_sharded, group["params"])):
-        raise UsageError("spectral_clip looks at whole matrices, and fully_shard has shared their rows out over ranks; "
-                         "leave it out")
+    for name in ("spectral_clip", "momentum_rank"):
+        if getattr(rule, name) and any(map(is_sharded, group["params"])):
+            raise UsageError(f"{name} looks at whole matrices, and fully_shard has shared their rows out over ranks; leave "
+                             "it out")
     if group["in_backward"] and ranks.world > 1 and not all(map(is_sharded, group["params"])):
         raise UsageError("in_backward=True moves a layer before the votes of other ranks are there; leave it out, or pass "
                          "process_group=False to train alone")

@@ -174,6 +174,21 @@ def orthogonalized(beta: Matrix) -> Floats:
     return [[a + o for a, o in zip(*lines, strict=True)] for lines in zip(x, of_length_one(orthogonal), strict=True)]
 
 
+def with_momentum(betas: list[Matrix]) -> list[Floats]:
+    """U + M / |M| after each step: U is beta with rows and columns of equal size, of length one, and M the mean of all U so
+    far, of which the newest counts a tenth. That is momentum of full rank."""
+    mean, results = None, []
+    for beta in betas:
+        rows, squares = len(beta), mean_squares(beta)
+        unit = of_length_one([[b / sqrt(squares[o] * squares[rows + i]) if b else 0.0 for i, b in enumerate(line)]
+                              for o, line in enumerate(beta)])
+        mean = [[0.9 * m + 0.1 * u for m, u in zip(*lines, strict=True)]
+                for lines in zip(mean or [[0.0] * len(beta[0])] * rows, unit, strict=True)]
+        both = zip(unit, of_length_one(mean), strict=True)
+        results.append([[u + m for u, m in zip(*lines, strict=True)] for lines in both])
+    return results
+
+
 def spectral_share(beta: Matrix, limit: float) -> float:
     """limit · (sqrt(rows) + sqrt(columns)) over the largest singular value of u, whose rms is 1; 1 at most. u = beta with
     rows and columns of equal size."""

@@ -146,6 +146,7 @@ class Integers:
     second_moment: str | None = None  # rounding, packed: step or running
     orthogonalize: bool = False  # rounding
     spectral_clip: float | None = None  # rounding
+    momentum_rank: int = 0  # rounding without memory
     p_min: float | None = None  # topk
     attention_lr: float | None = None  # gpt and vit, blocks: attention's own lr; None: it learns as the others
     attention_inertia: float | None = None  # where it has an lr of its own
@@ -157,7 +158,7 @@ class Integers:
                 vote=("int8", "int4", "ternary", "sign"), vote_per=(None, "token", "sequence"),
                 second_moment=(None, "step", "running"), init=("keep", "paper", "variance"), memory=(True, False, HALF))
         _at_least(self, lr=0, attention_lr=0, bop_threshold=0)
-        Rounding(threshold=self.threshold, spectral_clip=self.spectral_clip)  # refuses what is none
+        Rounding(threshold=self.threshold, spectral_clip=self.spectral_clip, momentum_rank=self.momentum_rank)  # or refuse
         _shares(self, "inertia", "attention_inertia")
         if self.p_min is not None and not 0 <= self.p_min <= 1:
             raise UsageError(f"p_min={shortened(self.p_min)}: a probability lies between 0 and 1")
@@ -184,6 +185,7 @@ class Integers:
             "second_moment": (rounding and packed, "rule=rounding and memory=false or half"),
             "orthogonalize": (rounding, "rule=rounding"),
             "spectral_clip": (rounding, "rule=rounding"),
+            "momentum_rank": (rounding and packed, "rule=rounding and memory=false or half"),
             "p_min": (not rounding, "rule=topk"),
             "vote_per": (self.vote == "sign", "vote=sign"),
             "literal_mask": (self.vote == "sign", "vote=sign"),

@@ -55,16 +55,20 @@ def alike(votes: Sequence[Tensor]) -> Iterator[list[int]]:
 
 
 def _beta(votes: Tensor) -> Tensor:  # (layers, out, in) -> the same, int32
-    unit = _of_length_one(votes.float())
-    return (unit + _of_length_one(orthogonal(unit).float())).mul_(ONE).round_().to(torch.int32)
+    unit = of_length_one(votes.float())
+    return (unit + of_length_one(orthogonal(unit).float())).mul_(ONE).round_().to(torch.int32)
 
 
 def orthogonal(x: Tensor) -> Tensor:  # (layers, out, in), each of length one -> nearly U · W^T
     """Newton-Schulz iterations: the matrices with all singular values near 1."""
+    return newton_schulz(x.to(torch.bfloat16) if x.is_cuda else x)
+
+
+def newton_schulz(x: Tensor) -> Tensor:
+    """The iterations, in the type that x has."""
     if x.shape[-2] > x.shape[-1]:
-        return orthogonal(x.mT).mT
+        return newton_schulz(x.mT).mT
     a, b, c = COEFFICIENTS
-    x = x.to(torch.bfloat16) if x.is_cuda else x
     for _ in range(ROUNDS):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
@@ -77,5 +81,5 @@ def multiply_adds(out: int, features: int) -> int:
     return ROUNDS * (2 * small**2 * large + small**3)
 
 
-def _of_length_one(x: Tensor) -> Tensor:
+def of_length_one(x: Tensor) -> Tensor:
     return x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp_min(TINY)

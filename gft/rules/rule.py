@@ -77,6 +77,7 @@ class Rule(Setting):
 
     lr_meaning: ClassVar[str] = "the learning rate"
     orthogonalize: ClassVar[bool] = False  # are the votes made orthogonal (rules/orthogonalize.py) before the step?
+    momentum_rank: ClassVar[int] = 0  # of a running mean of votes that joins them (rules/momentum.py) before the step
     spectral_clip: ClassVar[float | None] = None  # is a move that all points one way taken smaller (rules/spectral.py)?
 
     @property

@@ -23,10 +23,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from gft.rules.orthogonalize import alike
+from gft.rules.orthogonalize import TINY, alike
 
 ROUNDS = 6  # of power iteration: within a few percent of s where it counts
-TINY = 1e-30
 
 
 def shares(votes: Sequence[Tensor],  # each (out, in), of any integer type

@@ -31,6 +31,7 @@ WORLD = 3
 STEPS = 4
 ORTHOGONALIZED = gft.Rounding(inertia=0.7, orthogonalize=True)
 CLIPPED = gft.Rounding(inertia=0.7, spectral_clip=0.3)
+JOINED = gft.Rounding(momentum_rank=3)
 
 
 def batches_of(steps: int = STEPS, size: int = 16) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -219,6 +220,7 @@ def scenarios(rank: int, folder: Path) -> dict:
     result["shared out"] = shared_out_votes(rank)
     result["orthogonalize"] = end_of(*by_signs("rounding", (6, 5, 5), rule=ORTHOGONALIZED))
     result["clipped"] = end_of(*by_signs("rounding", (6, 5, 5), rule=CLIPPED))
+    result["joined"] = end_of(*by_signs("packed", (6, 5, 5), rule=JOINED))
     model, own = by_signs("rounding", (6, 5, 5))
     with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as collective:
         go_on(model, own, batches_of()[:1], (6, 5, 5))
@@ -309,13 +311,14 @@ def test_each_rank_orthogonalizes_some_layers_for_all(ranks):
             assert (one - alone).abs().max() <= 2  # of 2^20: layers of one shape share their products when one has them all
 
 
-@pytest.mark.parametrize(("name", "rule"), [("orthogonalize", ORTHOGONALIZED), ("clipped", CLIPPED)])
-def test_ranks_that_look_at_whole_matrices_take_the_same_steps(name, rule, ranks):
-    model, own = by_signs("rounding", rule=rule)
+@pytest.mark.parametrize(("name", "way", "rule"), [
+    ("orthogonalize", "rounding", ORTHOGONALIZED), ("clipped", "rounding", CLIPPED), ("joined", "packed", JOINED)])
+def test_ranks_that_look_at_whole_matrices_take_the_same_steps(name, way, rule, ranks):
+    model, own = by_signs(way, rule=rule)
     assert own.flips() > 0
     for result in ranks:
         assert_equal(result[name], ranks[0][name])
-    alone, as_they_are = end_of(model, own), end_of(*by_signs("rounding"))
+    alone, as_they_are = end_of(model, own), end_of(*by_signs(way))
     same, as_cast = (torch.cat([(result[name][key] == one[key]).flatten().float() for key in one
                                 if key.startswith("parameter")]).mean() for one in (alone, as_they_are))
     assert same > 0.99  # a float rounded otherwise may move a weight

@@ -1,0 +1,91 @@
+"""Momentum of low rank: what the votes of many steps agree on, in a few numbers a row and a column.
+
+Packed weights have no room to add votes up over steps, and most of one step's votes are noise. But noise lies in all
+directions of a matrix alike, and what steps agree on in few of them. So of the running mean of a layer's votes
+
+    T = decay · M + (1 - decay) · U        U (out, in): the votes, rows and columns of equal size, of length one
+
+the largest `rank` directions are kept, M = left · right^T with left (out, rank) orthonormal and right (in, rank): one round
+of subspace iteration a step, from the directions of the step before, as PowerSGD (Vogels et al. 2019) compresses gradients.
+
+    left  <- orthonormal(T · right)
+    right <- T^T · left
+
+What moves the weights is half of each, beta = U + M / |M|. left and right lie in one tensor, the rows' numbers above the
+columns'. The products are floats, so another device may not give the same bits; of several ranks each does some of the
+layers for all (distributed.py).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gft.errors import UsageError, shortened
+from gft.rules.orthogonalize import ONE, TINY, alike, newton_schulz, of_length_one
+from gft.saved import is_plain
+
+DECAY = 0.9  # of the mean: that of inertia
+POLISH = 4  # cubic rounds, which bring singular values of 0.7 to 1.2 to 1
+
+
+def joined(votes: Sequence[Tensor],  # each (out, in), of any integer type
+           pasts: Sequence[Tensor]) -> list[Tensor]:  # each (out, in) int32, none beyond orthogonalize.BOUND
+    """Each layer's votes and their running mean, half and half, in units of 1/ONE. `pasts` (out + in, rank) are renewed in
+    place; layers of one shape share their products."""
+    results: dict[int, Tensor] = {}
+    for numbers in alike(votes):
+        some = [pasts[number] for number in numbers]
+        beta, new = _step(torch.stack([votes[number] for number in numbers]).float(), torch.stack(some))
+        results.update(zip(numbers, beta, strict=True))
+        for past, one in zip(some, new, strict=True):
+            past.copy_(one)
+    return [results[number] for number in range(len(votes))]
+
+
+def start(rows: int, columns: int, rank: int, device: torch.device) -> Tensor:
+    """No mean yet, and for its first directions some that have a part of every other, the same each time."""
+    rank = min(rank, rows, columns)
+    right = torch.randn(columns, rank, generator=torch.Generator().manual_seed(columns)) / columns**0.5
+    return torch.cat([torch.zeros(rows, rank), right]).to(device)
+
+
+def check(past: Any, rows: int, columns: int, rank: int) -> None:
+    """Raise unless this can be the running mean of a weight's votes."""
+    shape = (rows + columns, min(rank, rows, columns))
+    if not (isinstance(past, Tensor) and is_plain(past) and past.dtype is torch.float32 and tuple(past.shape) == shape):
+        found = f"{past.dtype} of shape {tuple(past.shape)}" if isinstance(past, Tensor) else shortened(past)
+        raise UsageError(f"the optimizer's state has a mean of votes that is {found}, where momentum_rank={rank} needs "
+                         f"float32 of shape {shape}; load a state_dict that is not damaged")
+    if not bool(torch.isfinite(past).all()):
+        raise UsageError("the optimizer's state has a mean of votes with numbers that are not finite; load a state_dict "
+                         "that is not damaged")
+
+
+def _step(votes: Tensor, past: Tensor) -> tuple[Tensor, Tensor]:  # (layers, out, in), (layers, out + in, rank)
+    rows = votes.shape[1]
+    unit = of_length_one(_evened(votes))
+    left, right = past[:, :rows], past[:, rows:]
+    towards = DECAY * left @ (right.mT @ right) + (1 - DECAY) * unit @ right
+    new_left = _orthonormal(towards)
+    new_right = DECAY * right @ (left.mT @ new_left) + (1 - DECAY) * unit.mT @ new_left
+    seen = unit.abs().amax((1, 2), keepdim=True) > 0  # of no votes nothing is learnt, and the first directions are kept
+    past = torch.where(seen, torch.cat([new_left, new_right], 1), past)
+    beta = unit + of_length_one(past[:, :rows] @ past[:, rows:].mT)
+    return beta.mul_(ONE).round_().to(torch.int32), past
+
+
+def _evened(votes: Tensor) -> Tensor:
+    """Rows and columns of equal size."""
+    votes = votes / votes.abs().amax((1, 2), keepdim=True).clamp_min(1.0)  # whose squares are numbers
+    squares = votes * votes
+    row, column = (squares.mean(axis, keepdim=True).clamp_min(TINY).rsqrt() for axis in (2, 1))
+    return votes * row * column
+
+
+def _orthonormal(x: Tensor) -> Tensor:  # (layers, many, few) -> columns of length one, at right angles
+    x = newton_schulz(of_length_one(x))
+    for _ in range(POLISH):
+        x = 1.5 * x - 0.5 * x @ (x.mT @ x)
+    return x
