@@ -332,7 +332,7 @@ def summary(recipe: Recipe, model: nn.Module, optimizer: gft.Hybrid, value: floa
     """What result.json says of the network and its training; value: the recipe's metric.
 
     The paper's formulas (updates_estimated, energy_estimate_j) are for AdamW and its own optimizer; other methods have
-    none. The products that orthogonalizing votes takes are added to the energy.
+    none. The products that a rule takes with whole matrices are added to the energy.
     """
     integers, steps = recipe.integers, recipe.schedule.steps
     quantized = baselines.weights_on_grid(model)
@@ -343,8 +343,8 @@ def summary(recipe: Recipe, model: nn.Module, optimizer: gft.Hybrid, value: floa
     counted = integers.layers != "none" and integers.method not in ("ste", "bitnet")
     with_gradients, without = baselines.training_bytes_after_step(model, optimizer)
     joules = energy.energy_estimate_j(fp32, quantized, integers.bits, steps)
-    if integers.orthogonalize:
-        joules += steps * energy.orthogonalize_j((layer.rows, layer.columns) for layer in quantized_layers(model).values())
+    shapes = [(layer.rows, layer.columns) for layer in quantized_layers(model).values()]
+    joules += steps * energy.whole_matrices_j(integers, shapes)
     return {
         "recipe": recipe.name, "table": recipe.table, "row": recipe.row, "paper": recipe.paper,
         "metric": recipe.metric, "value": value, "split": "val", "steps": steps,

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from gft.errors import UsageError, shortened
-from gft.rules.orthogonalize import ONE, TINY, alike, newton_schulz, of_length_one
+from gft.rules.orthogonalize import ONE, ROUNDS, TINY, alike, newton_schulz, of_length_one
 from gft.saved import is_plain
 
 DECAY = 0.9  # of the mean: that of inertia
@@ -49,6 +49,14 @@ def start(rows: int, columns: int, rank: int, device: torch.device) -> Tensor:
     rank = min(rank, rows, columns)
     right = torch.randn(columns, rank, generator=torch.Generator().manual_seed(columns)) / columns**0.5
     return torch.cat([torch.zeros(rows, rank), right]).to(device)
+
+
+def multiply_adds(out: int, features: int, rank: int) -> int:
+    """Multiplications that one layer takes in a step: three products of its own size with `rank` directions, and what it
+    takes to make these orthonormal and to turn the mean into them."""
+    rank = min(rank, out, features)
+    orthonormal = ROUNDS * (2 * rank**2 * out + rank**3) + POLISH * 2 * rank**2 * out
+    return 3 * rank * out * features + 2 * rank**2 * (out + features) + orthonormal
 
 
 def check(past: Any, rows: int, columns: int, rank: int) -> None:

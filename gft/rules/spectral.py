@@ -58,6 +58,11 @@ def relative_norms(votes: Tensor) -> Tensor:  # (layers, out, in) -> (layers,)
     return (torch.linalg.vector_norm(seen, dim=1, keepdim=True) / rms.clamp_min(TINY)).flatten()
 
 
+def multiply_adds(out: int, features: int) -> int:
+    """Multiplications that one layer takes in a step."""
+    return (2 * ROUNDS + 2) * out * features + features
+
+
 @cache
 def start(columns: int, device: torch.device) -> Tensor:
     """A direction that has a part of every other, the same each time."""

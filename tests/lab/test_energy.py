@@ -17,6 +17,8 @@ from gft.lab.energy import networks as network_of
 from gft.lab.energy import paper, sheets
 from gft.lab.energy.estimate import mac_pj
 from gft.lab.energy.table import mean_results
+from gft.lab.recipe import Integers
+from gft.rules import momentum, spectral
 from gft.rules.orthogonalize import orthogonalized
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -211,6 +213,19 @@ def test_orthogonalizing_takes_the_products_that_torch_counts(shape):
     with FlopCounterMode(display=False) as counted:
         orthogonalized([torch.randint(-9, 10, shape, dtype=torch.int32)] * 2)
     assert energy.orthogonalize_j([shape] * 2) == pytest.approx(counted.get_total_flops() / 2 * mac_pj("bf16") * 1e-12)
+
+
+@pytest.mark.parametrize("shape", [(6, 10), (10, 6), (7, 7), (2, 9)])
+def test_momentum_of_low_rank_and_clipping_take_the_products_that_torch_counts(shape):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    votes, past = torch.randint(-9, 10, shape, dtype=torch.int32), momentum.start(*shape, 3, torch.device("cpu"))
+    for settings, take in ((Integers("blocks", 2, momentum_rank=3, memory=False), lambda: momentum.joined([votes], [past])),
+                           (Integers("blocks", 2, spectral_clip=1.0), lambda: spectral.shares([votes], 1.0))):
+        with FlopCounterMode(display=False) as counted:
+            take()
+        wanted = counted.get_total_flops() / 2 * mac_pj("fp32") * 1e-12
+        assert energy.whole_matrices_j(settings, [shape]) == pytest.approx(wanted)
 
 
 def test_orthogonalizing_is_counted_in_the_optimizers_step_alone():

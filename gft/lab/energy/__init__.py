@@ -27,6 +27,7 @@ from gft.lab.energy.estimate import (
     products,
     step_energy,
     updates_estimated,
+    whole_matrices_j,
 )
 from gft.lab.energy.meter import Counter, NotMeasurable, Reading, find_counters, idle_power, mean_std, measure, measure_steps
 
@@ -54,4 +55,5 @@ __all__ = [
     "products",
     "step_energy",
     "updates_estimated",
+    "whole_matrices_j",
 ]

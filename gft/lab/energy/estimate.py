@@ -28,7 +28,9 @@ import torch
 from torch import Tensor, nn
 
 from gft.errors import UsageError
+from gft.lab.recipe import Integers
 from gft.layers import QuantLayer
+from gft.rules import momentum, spectral
 from gft.rules.orthogonalize import multiply_adds
 
 PICOJOULE = 1e-12
@@ -200,6 +202,15 @@ def orthogonalize_j(shapes: Iterable[tuple[int, int]],  # (out, in) of the integ
                       node: str = "7nm") -> float:
     """Joules that orthogonalizing the votes adds to one optimizer step: its products, in bf16 as on a GPU."""
     return mac_pj("bf16", node) * PICOJOULE * sum(multiply_adds(*shape) for shape in shapes)
+
+
+def whole_matrices_j(integers: Integers, shapes: Iterable[tuple[int, int]], node: str = "7nm") -> float:
+    """Joules that a rule's looking at whole matrices adds to one optimizer step: all that its settings ask for."""
+    shapes = list(shapes)
+    joules = orthogonalize_j(shapes, node) if integers.orthogonalize else 0.0
+    macs = sum(momentum.multiply_adds(*shape, integers.momentum_rank) for shape in shapes) if integers.momentum_rank else 0
+    macs += sum(spectral.multiply_adds(*shape) for shape in shapes) if integers.spectral_clip is not None else 0
+    return joules + mac_pj("fp32", node) * PICOJOULE * macs
 
 
 def step_energy(products: Sequence[Product], fp32_params: int, quantized_params: int, bits: int, precision: str = "fp32",
