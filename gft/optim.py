@@ -37,7 +37,7 @@ from gft.errors import UsageError, UsageTypeError, shortened
 from gft.layers import QuantLayer, layer_of
 from gft.replay import StepGraph
 from gft.rules import Part, Rounding, Rule, TopK, WeightStep, momentum
-from gft.rules.orthogonalize import BOUND
+from gft.rules.matrices import BOUND
 from gft.saved import is_number, is_plain, mapping, saved_groups, whole_number
 from gft.settings import check_choice
 from gft.sharding import (

@@ -238,7 +238,7 @@ def rounding_moves(beta: Matrix, lr: float, squares: list[float] | None = None, 
     return [[lr * max(-4.0, min(4.0, a * factor)) for a in line] for line in u]
 
 
-def rounding(values: Matrix, beta: Matrix, noise: Matrix, *, lr: float, bits: int, memory: bool, half: bool = False,
+def rounding(values: Matrix, beta: Matrix, noise: Matrix, *, lr: float, bits: int, memory: bool | str,
              follow: int = 256, threshold: float = 0.0) -> Matrix:
     """Stored values after a step: w <- clip(stochastic_round(w - lr · soft_threshold(u)), -I, I).
 
@@ -246,8 +246,8 @@ def rounding(values: Matrix, beta: Matrix, noise: Matrix, *, lr: float, bits: in
     it is w in 1/2^(memory bits) of a level. With spare bits w is counted in 1/2^(spare bits) of a level and may be anything
     that rounds to one. `lr` here is the move at u = 1 where the threshold is 0; `threshold` is in rms.
     """
-    largest, width = 2 ** (bits - 1) - 1, 2 if bits == 2 and not half else 4 if bits <= 4 else 8
-    memory_bits, spare_bits = (8 - bits if memory and bits <= 6 else 0), (0 if memory else width - bits)
+    largest, width = 2 ** (bits - 1) - 1, 2 if bits == 2 and memory != "half" else 4 if bits <= 4 else 8
+    memory_bits, spare_bits = (8 - bits, 0) if memory is True and bits <= 6 else (0, 0 if memory is True else width - bits)
     waits = memory_bits > 0 and follow < 256
     resolution = 2 ** (memory_bits - 1) if waits else 2 ** (memory_bits + spare_bits)
     moves = [[stochastic_round(Fraction(int(soft_threshold(move, lr * threshold) * resolution * 2**16), 2**16), n)

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from gft.errors import UsageError, UsageTypeError, shortened
-from gft.settings import check_choice
 
 MIN_BITS, MAX_BITS = 2, 8
 HALF = "half"  # memory=HALF: half a byte a weight
@@ -53,7 +52,8 @@ def field_bits(bits: int) -> int:
 
 def storage_for(bits: int, memory: bool | str) -> "Storage":
     """How a new layer keeps its weight: `memory` as gft.quantize_ takes it."""
-    check_choice("memory", memory, (True, False, HALF))
+    if memory not in (True, False, HALF):
+        raise UsageError(f"memory={shortened(memory)}: choose True, False or {HALF!r}")
     if memory == HALF and field_bits(check_bits(bits)) > 4:
         raise UsageError(f'memory="{HALF}" keeps a weight in half a byte, which is too little for {bits} bits; choose at '
                          "most 4 bits, or memory=False")

@@ -8,7 +8,6 @@ for LLM training"). It is torch.optim.Muon with adjust_lr_fn="match_rms_adamw", 
 lr on the host and takes one matrix at a time, so no CUDA graph can hold its step, and times would be unfair to it.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gft.rules.orthogonalize import AT_ONCE, orthogonal
+from gft.rules.matrices import alike
+from gft.rules.orthogonalize import orthogonal
 
 MOMENTUM = 0.95
 LIKE_ADAMW = 0.2  # the usual rms of a step of AdamW at lr 1
@@ -36,14 +36,9 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            alike: dict[torch.Size, list[Tensor]] = defaultdict(list)  # matrices of one shape share their products
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    alike[weight.shape].append(weight)
-            for shape, weights in alike.items():
-                together = max(1, AT_ONCE // shape.numel())
-                for start in range(0, len(weights), together):
-                    self._move(weights[start : start + together], group)
+            weights = [weight for weight in group["params"] if weight.grad is not None]
+            for numbers in alike(weights):  # which share their products
+                self._move([weights[number] for number in numbers], group)
         return loss
 
     def _move(self, weights: list[Tensor], group: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from gft.errors import UsageError, shortened
-from gft.rules.orthogonalize import ONE, ROUNDS, TINY, alike, newton_schulz, of_length_one
+from gft.rules.matrices import ONE, alike, evened, newton_schulz, newton_schulz_multiply_adds, of_length_one
 from gft.saved import is_plain
 
 DECAY = 0.9  # of the mean: that of inertia
@@ -31,7 +31,7 @@ POLISH = 4  # cubic rounds, which bring singular values of 0.7 to 1.2 to 1
 
 
 def joined(votes: Sequence[Tensor],  # each (out, in), of any integer type
-           pasts: Sequence[Tensor]) -> list[Tensor]:  # each (out, in) int32, none beyond orthogonalize.BOUND
+           pasts: Sequence[Tensor]) -> list[Tensor]:  # each (out, in) int32, none beyond matrices.BOUND
     """Each layer's votes and their running mean, half and half, in units of 1/ONE. `pasts` (out + in, rank) are renewed in
     place; layers of one shape share their products."""
     results: dict[int, Tensor] = {}
@@ -55,7 +55,7 @@ def multiply_adds(out: int, features: int, rank: int) -> int:
     """Multiplications that one layer takes in a step: three products of its own size with `rank` directions, and what it
     takes to make these orthonormal and to turn the mean into them."""
     rank = min(rank, out, features)
-    orthonormal = ROUNDS * (2 * rank**2 * out + rank**3) + POLISH * 2 * rank**2 * out
+    orthonormal = newton_schulz_multiply_adds(out, rank) + POLISH * 2 * rank**2 * out
     return 3 * rank * out * features + 2 * rank**2 * (out + features) + orthonormal
 
 
@@ -73,7 +73,7 @@ def check(past: Any, rows: int, columns: int, rank: int) -> None:
 
 def _step(votes: Tensor, past: Tensor) -> tuple[Tensor, Tensor]:  # (layers, out, in), (layers, out + in, rank)
     rows = votes.shape[1]
-    unit = of_length_one(_evened(votes))
+    unit = evened(votes)
     left, right = past[:, :rows], past[:, rows:]
     towards = DECAY * left @ (right.mT @ right) + (1 - DECAY) * unit @ right
     new_left = _orthonormal(towards)
@@ -82,14 +82,6 @@ def _step(votes: Tensor, past: Tensor) -> tuple[Tensor, Tensor]:  # (layers, out
     past = torch.where(seen, torch.cat([new_left, new_right], 1), past)
     beta = unit + of_length_one(past[:, :rows] @ past[:, rows:].mT)
     return beta.mul_(ONE).round_().to(torch.int32), past
-
-
-def _evened(votes: Tensor) -> Tensor:
-    """Rows and columns of equal size."""
-    votes = votes / votes.abs().amax((1, 2), keepdim=True).clamp_min(1.0)  # whose squares are numbers
-    squares = votes * votes
-    row, column = (squares.mean(axis, keepdim=True).clamp_min(TINY).rsqrt() for axis in (2, 1))
-    return votes * row * column
 
 
 def _orthonormal(x: Tensor) -> Tensor:  # (layers, many, few) -> columns of length one, at right angles

@@ -23,7 +23,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from gft.rules.orthogonalize import TINY, alike
+from gft.rules.matrices import TINY, alike, evened, of_length_one
 
 ROUNDS = 6  # of power iteration: within a few percent of s where it counts
 
@@ -45,22 +45,17 @@ def shares(votes: Sequence[Tensor],  # each (out, in), of any integer type
 
 def relative_norms(votes: Tensor) -> Tensor:  # (layers, out, in) -> (layers,)
     """The largest singular value of u over its rms."""
-    votes = votes / votes.abs().amax((1, 2), keepdim=True).clamp_min(1.0)  # whose squares are numbers
-    squares = votes * votes
-    row, column = (squares.mean(axis, keepdim=True).clamp_min(TINY).rsqrt() for axis in (2, 1))  # (l, out, 1), (l, 1, in)
-    rms = (row.mT.square() @ squares @ column.mT.square()).sqrt() / squares[0].numel() ** 0.5  # (layers, 1, 1)
+    unit = evened(votes)
     direction = start(votes.shape[2], votes.device).expand(len(votes), -1)[..., None]
     for _ in range(ROUNDS):
-        seen = row * (votes @ (column.mT * direction))
-        direction = column.mT * (votes.mT @ (row * seen))
-        direction = direction / torch.linalg.vector_norm(direction, dim=1, keepdim=True).clamp_min(TINY)
-    seen = row * (votes @ (column.mT * direction))
-    return (torch.linalg.vector_norm(seen, dim=1, keepdim=True) / rms.clamp_min(TINY)).flatten()
+        direction = of_length_one(unit.mT @ (unit @ direction))
+    seen = torch.linalg.vector_norm(unit @ direction, dim=(1, 2))
+    return seen * unit[0].numel() ** 0.5  # the rms of a matrix of length one
 
 
 def multiply_adds(out: int, features: int) -> int:
     """Multiplications that one layer takes in a step."""
-    return (2 * ROUNDS + 2) * out * features + features
+    return (2 * ROUNDS + 1) * out * features
 
 
 @cache

@@ -9,9 +9,9 @@ from torch import nn
 
 import gft
 from gft import reference
-from gft.rules import orthogonalize
+from gft.rules import matrices
+from gft.rules.matrices import BOUND, ONE
 from gft.rules.momentum import joined, start
-from gft.rules.orthogonalize import BOUND, ONE
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = [(5, 9), (9, 5), (1, 7), (7, 1), (1, 1), (12, 30)]
@@ -64,7 +64,7 @@ def test_a_step_without_votes_leaves_the_mean_as_it_is():
 
 
 def test_layers_have_means_of_their_own_and_none_exceeds_the_bound(monkeypatch):
-    monkeypatch.setattr(orthogonalize, "AT_ONCE", 200)
+    monkeypatch.setattr(matrices, "AT_ONCE", 200)
     shapes = [(8, 12), (12, 8), (8, 12), (8, 12), (3, 5), (30, 40)]
     votes, cpu = [some_votes(shape, 1)[0] for shape in shapes], torch.device("cpu")
     votes[0] = torch.full((8, 12), 2**62)

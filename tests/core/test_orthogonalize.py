@@ -7,8 +7,9 @@ from torch import nn
 
 import gft
 from gft import reference
-from gft.rules import orthogonalize
-from gft.rules.orthogonalize import BOUND, ONE, orthogonal, orthogonalized
+from gft.rules import matrices
+from gft.rules.matrices import BOUND, ONE
+from gft.rules.orthogonalize import orthogonal, orthogonalized
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BFLOAT16 = 0.03  # how far its rounding carried an entry of such small matrices in 200 draws: 0.017
@@ -41,7 +42,7 @@ def test_small_singular_values_become_as_large_as_the_others_by_half():
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_layers_are_orthogonalized_each_by_itself(device, monkeypatch):
-    monkeypatch.setattr(orthogonalize, "AT_ONCE", 200)  # some products take two layers, some one
+    monkeypatch.setattr(matrices, "AT_ONCE", 200)  # some products take two layers, some one
     shapes = [(8, 12), (12, 8), (8, 12), (8, 12), (3, 5), (12, 8), (30, 40)]
     votes = [torch.randint(-9999, 10000, shape, dtype=torch.int32, device=device) for shape in shapes]
     for one, among in zip(votes, orthogonalized(votes), strict=True):

@@ -86,7 +86,7 @@ def test_rounding_equals_the_reference(storage, shape, top, lr, follow, threshol
     stored, votes = random_stored(shape, storage), random_votes(shape, top)
     values = storage.values(stored, shape[1])
     expected = reference.rounding(values.tolist(), votes.tolist(), noise_of(shape).tolist(), lr=lr, bits=storage.bits,
-                                  memory=storage.memory, half=storage.half, follow=follow, threshold=threshold)
+                                  memory=storage.asked_for, follow=follow, threshold=threshold)
 
     new, result = rounded(votes, lr, storage, stored, follow=follow, threshold=threshold)
 
@@ -115,8 +115,8 @@ def test_any_step_is_within_one_unit_of_the_reference(data):
     values = expected = storage.values(stored, columns)
     if votes.any():  # the reference would divide by the mean of no votes
         expected = torch.tensor(reference.rounding(values.tolist(), votes.tolist(), noise_of((rows, columns), key).tolist(),
-                                                   lr=lr, bits=storage.bits, memory=storage.memory, half=storage.half,
-                                                   follow=follow, threshold=threshold))
+                                                   lr=lr, bits=storage.bits, memory=storage.asked_for, follow=follow,
+                                                   threshold=threshold))
     new = storage.values(rounded(votes, lr, storage, stored, key=key, follow=follow, threshold=threshold)[0], columns)
     apart = positions_of(new, storage) - positions_of(expected, storage)
     assert float(apart.abs().max()) * storage.resolution <= 1

@@ -7,7 +7,7 @@ from torch import nn
 
 import gft
 from gft import reference
-from gft.rules import orthogonalize
+from gft.rules import matrices
 from gft.rules.spectral import shares
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -57,7 +57,7 @@ def test_any_votes_give_a_share():
 
 
 def test_layers_have_shares_of_their_own(monkeypatch):
-    monkeypatch.setattr(orthogonalize, "AT_ONCE", 200)
+    monkeypatch.setattr(matrices, "AT_ONCE", 200)
     votes = [agreeing(shape, how_much) for shape, how_much in zip(SHAPES * 3, range(0, 900, 50), strict=True)]
     assert [float(one) for one in shares(votes, 1.0)] == pytest.approx([float(shares([one], 1.0)[0]) for one in votes])
 

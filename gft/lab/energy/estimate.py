@@ -31,7 +31,7 @@ from gft.errors import UsageError
 from gft.lab.recipe import Integers
 from gft.layers import QuantLayer
 from gft.rules import momentum, spectral
-from gft.rules.orthogonalize import multiply_adds
+from gft.rules.matrices import newton_schulz_multiply_adds
 
 PICOJOULE = 1e-12
 
@@ -201,7 +201,7 @@ def mac_pj(precision: str, node: str = "7nm") -> float:
 def orthogonalize_j(shapes: Iterable[tuple[int, int]],  # (out, in) of the integer layers
                       node: str = "7nm") -> float:
     """Joules that orthogonalizing the votes adds to one optimizer step: its products, in bf16 as on a GPU."""
-    return mac_pj("bf16", node) * PICOJOULE * sum(multiply_adds(*shape) for shape in shapes)
+    return mac_pj("bf16", node) * PICOJOULE * sum(newton_schulz_multiply_adds(*shape) for shape in shapes)
 
 
 def whole_matrices_j(integers: Integers, shapes: Iterable[tuple[int, int]], node: str = "7nm") -> float:
