@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import losses_step_by_step_and_captured
 from torch import nn
 
 import gft
@@ -115,24 +116,9 @@ def test_networks_learn_by_it(settings, in_backward):
 
 @pytest.mark.gpu
 def test_a_captured_step_learns_by_it():
-    results = []
-    for capture in (False, True):
-        model = integer_net(4).cuda()
-        optimizer = gft.Hybrid(gft.GFT(gft.quantized(model), 0.1, RULE, seed=3),
-                               torch.optim.AdamW(gft.dense(model), lr=1e-3, fused=True, capturable=True))
-
-        def step(x, y, model=model, optimizer=optimizer):
-            loss = F.cross_entropy(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        take = gft.Captured(step, optimizer) if capture else step
-        x = torch.randn(120, 24, generator=torch.Generator().manual_seed(1)).cuda()
-        results.append([take(x, x[:, :5].argmax(1)).item() for _ in range(40)])
-    assert results[1][-1] < 0.8 * results[1][0]
-    assert results[1] == pytest.approx(results[0], rel=0.1, abs=0.05)
+    one_by_one, captured = losses_step_by_step_and_captured(integer_net(4), 0.1, RULE)
+    assert captured[-1] < 0.8 * captured[0]
+    assert captured == pytest.approx(one_by_one, rel=0.1, abs=0.05)
 
 
 def test_weights_move_as_if_the_joined_votes_had_been_cast():
