@@ -53,6 +53,7 @@ THRESHOLD_SPACINGS = 1.6  # without memory: 2 rms at 2 bits, 0.57 at 3 and 4
 MOST_THRESHOLD = 3.0  # rms; beyond it next to nothing moves
 AUTO = "auto"  # the threshold that suits a move
 PACKED_LR = 0.5  # of lr without memory: nothing averages out what the rounding adds
+MOMENTUM_LR, MOMENTUM_THRESHOLD = 0.5, 2.0  # of that lr, since such moves go one way for longer; and by default, in rms
 REFERENCE_INPUTS = 128  # at which, in a layer that preserves variance, lr is the rms move in levels of a 4-bit grid
 REFERENCE_BRANCHES = 12  # up to which layers that add to a residual stream move as far as all others
 MOST_RANK = 4096  # of a running mean of votes
@@ -66,9 +67,9 @@ class Rounding(Rule):
     inertia: With memory: the share of levels that wait in a step before they follow where their votes have carried them. It
         does what momentum does, without its state; 0.9 by default. At 0 every level follows at once, memory counts twice as
         finely, and large networks are held to small lr; near 1 levels lag far behind.
-    threshold: Votes smaller than this many rms move nothing (soft threshold). Packed: by default 2 at 2 bits, 0.57 at 3 and
-        4; at 0 every vote counts, and noise moves most weights; at 3, the most, one vote in 400 counts, and short trainings
-        barely start. With memory: by default 0. "auto": the one at which a move of its size is rounded with least noise,
+    threshold: Votes smaller than this many rms move nothing (soft threshold). Packed: by default 2 at 2 bits and with
+        momentum_rank, else 0.57 at 3 and 4; at 0 every vote counts, and noise moves most weights; at 3, the most, one vote
+        in 400 counts, and short trainings barely start. With memory: by default 0. "auto": the one at which a move of its size is rounded with least noise,
         0 for moves of two units of memory and more, up to 1.5 for small ones, as those of wide layers at the end of a
         training; lr then is the move before the threshold.
     second_moment: Packed: rows and columns are normalised by their votes in this "step" alone (the default), or in a
@@ -80,8 +81,8 @@ class Rounding(Rule):
         a layer whose move has more takes a smaller one. None: no limit. At 1 one lr serves small batches, short trainings
         and first steps, whose moves all point one way; costs a dozen products of the votes with a vector.
     momentum_rank: Packed: how many directions of a running mean of the votes are kept, 4 B a row and a column each; half of
-        what moves the weights is that mean. 0: none. 16 are as good as a byte a weight at 2 bits in our trials; lr is then
-        better half of what it is.
+        what moves the weights is that mean. 0: none. With 16 packed ternary weights come near those with a byte of memory
+        in our trials.
     """
 
     inertia: float | None = None
@@ -143,6 +144,8 @@ class Rounding(Rule):
             return float(self.threshold)
         if storage.memory_bits:
             return 0.0
+        if self.momentum_rank:
+            return MOMENTUM_THRESHOLD
         return min(THRESHOLD_SPACINGS * SPACING[storage.bits + storage.spare_bits], MOST_THRESHOLD)
 
     def job(self, weight: WeightStep) -> RoundingJob:
@@ -150,7 +153,7 @@ class Rounding(Rule):
         storage, threshold = weight.storage, self.threshold_for(weight.storage)
         inputs = weight.fan_in or weight.votes.shape[1]
         levels = levels_per_step(weight.scale, storage.bits, inputs, weight.branches)
-        levels *= 1.0 if storage.memory_bits else PACKED_LR
+        levels *= 1.0 if storage.memory_bits else PACKED_LR * (MOMENTUM_LR if self.momentum_rank else 1.0)
         runs = self._keeps_second_moment(storage)
         return RoundingJob(weight.stored, weight.votes, storage, weight.key,
                            lr_scale(levels, storage.resolution, threshold or 0.0), weight.bound, threshold, self.follow,

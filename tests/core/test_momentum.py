@@ -121,12 +121,13 @@ def test_a_captured_step_learns_by_it():
     assert captured == pytest.approx(one_by_one, rel=0.1, abs=0.05)
 
 
-def test_weights_move_as_if_the_joined_votes_had_been_cast():
+def test_weights_move_half_as_far_as_if_the_joined_votes_had_been_cast_and_beyond_two_rms():
     votes, ends = some_votes((8, 12), 1)[0], []
-    for rule, cast in ((RULE, votes), (gft.Rounding(), joined([votes], [start(8, 12, 4, torch.device("cpu"))])[0])):
+    cast_before = joined([votes], [start(8, 12, 4, torch.device("cpu"))])[0]
+    for rule, lr, cast in ((RULE, 0.8, votes), (gft.Rounding(threshold=2.0), 0.4, cast_before)):
         torch.manual_seed(1)
         layer = gft.QuantLinear(12, 8, bits=4, memory=False)
-        optimizer = gft.GFT([layer.qweight], lr=0.8, rule=rule, seed=5)
+        optimizer = gft.GFT([layer.qweight], lr, rule, seed=5)
         layer.votes.votes, layer.votes.tokens = cast, BOUND
         optimizer.step()
         ends.append(layer.qweight.clone())
