@@ -69,9 +69,9 @@ class Rounding(Rule):
         finely, and large networks are held to small lr; near 1 levels lag far behind.
     threshold: Votes smaller than this many rms move nothing (soft threshold). Packed: by default 2 at 2 bits and with
         momentum_rank, else 0.57 at 3 and 4; at 0 every vote counts, and noise moves most weights; at 3, the most, one vote
-        in 400 counts, and short trainings barely start. With memory: by default 0. "auto": the one at which a move of its size is rounded with least noise,
-        0 for moves of two units of memory and more, up to 1.5 for small ones, as those of wide layers at the end of a
-        training; lr then is the move before the threshold.
+        in 400 counts, and short trainings barely start. With memory: by default 0. "auto": the one at which a move of its
+        size is rounded with least noise, 0 for moves of two units of memory and more, up to 1.5 for small ones, as those of
+        wide layers at the end of a training; lr then is the move before the threshold.
     second_moment: Packed: rows and columns are normalised by their votes in this "step" alone (the default), or in a
         "running" mean over many steps. With memory it is always running.
     orthogonalize: True: half of what moves the weights is the layer's votes with all singular values equal, as Muon does
