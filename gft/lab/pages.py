@@ -359,7 +359,7 @@ def transfer(results: Path) -> str:
     for (row, clip, size, batch, context, steps), by_rate in sorted(losses.items()):
         best = min(by_rate.values())
         shown = {rate: f"**{loss:.3f}**" if loss == best else f"{loss:.3f}" for rate, loss in by_rate.items()}
-        behind = f"{by_rate[Integers.lr] / best - 1:.1%}" if Integers.lr in by_rate else ""
+        behind = f"{by_rate[Integers.lr] / best - 1:.1%}" if Integers.lr in by_rate and len(by_rate) > 1 else ""
         integers = spaced(row.removeprefix("gft-")).replace("-", ", ") + (f", `spectral_clip={clip:g}`" if clip else "")
         lines.append([integers, SIZES[size].replace("x", "×"), f"{batch} × {context}", str(steps),
                       *(shown.get(rate, "") for rate in rates), behind])
