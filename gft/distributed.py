@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gft.errors import UsageError, UsageTypeError
-from gft.rules.momentum import joined
+from gft.rules.momentum import with_momentum
 from gft.rules.orthogonalize import orthogonalized
 from gft.rules.spectral import shares
 from gft.votes import VoteAccumulator
@@ -267,19 +267,19 @@ def orthogonalized_over(ranks: Ranks,
     return results
 
 
-def joined_over(ranks: Ranks, votes: Sequence[Tensor],
-                pasts: Sequence[Tensor]) -> list[Tensor]:  # the same on all ranks, as pasts are then
+def with_momentum_over(ranks: Ranks, votes: Sequence[Tensor],
+                       means: Sequence[Tensor]) -> list[Tensor]:  # the same on all ranks, as means are then
     """rules.momentum, each rank's share of the layers by itself, likewise."""
     if ranks.world == 1:
-        return joined(votes, pasts)
+        return with_momentum(votes, means)
     results = [torch.zeros(one.shape, dtype=torch.int32, device=one.device) for one in votes]
     own = slice(ranks.rank, None, ranks.world)
-    results[own] = joined(votes[own], pasts[own])
-    for number, past in enumerate(pasts):
+    results[own] = with_momentum(votes[own], means[own])
+    for number, mean in enumerate(means):
         if number % ranks.world != ranks.rank:
-            past.zero_()
+            mean.zero_()
     sum_over(ranks, results)
-    sum_over(ranks, pasts)
+    sum_over(ranks, means)
     return results
 
 

@@ -27,11 +27,11 @@ from gft.distributed import (
     all_reduce_votes,
     check_alike,
     fingerprint,
-    joined_over,
     orthogonalized_over,
     ranks_of,
     shares_over,
     sum_over,
+    with_momentum_over,
 )
 from gft.errors import UsageError, UsageTypeError, shortened
 from gft.layers import QuantLayer, layer_of
@@ -63,7 +63,7 @@ LR = 0.2  # unless it is given
 
 SETTINGS = ("lr", "rule", "vote", "seed", "in_backward", "step", "wire")  # of a group
 RUNNING = ("x_rms", "grad_rms", "second_moment")  # what of an accumulator the state_dict keeps, and
-PAST = "past"  # where a rule has momentum of low rank
+MOMENTUM = "momentum"  # where a rule has one of low rank: in the optimizer's state alone
 GPU_STEPS_BETWEEN_REPORTS = 100
 
 
@@ -173,19 +173,18 @@ class GFT(Optimizer):
                     del self.state[weight][name]
                 setattr(votes, name, self.state[weight].get(name))
             votes.check_state(layer.inputs, (layer.rows, layer.columns), layer.outputs)
-            votes.past = self._checked_past(weight, layer, group["rule"])
+            self._check_momentum(weight, layer, group["rule"])
             new.append((layer, weight, votes))
         for layer, weight, votes in new:  # all of them, or none
             layer.votes = self._accumulators[weight] = votes
 
-    def _checked_past(self, weight: Tensor, layer: QuantLayer, rule: Rule) -> Tensor | None:
-        """The running mean of a weight's votes, as a state_dict may have brought it; kept only for a rule that has one."""
-        past = self.state[weight].pop(PAST, None)
-        if past is None or not rule.momentum_rank or _is_room(past):
-            return None
-        momentum.check(past, layer.rows, layer.columns, rule.momentum_rank)
-        self.state[weight][PAST] = past
-        return past
+    def _check_momentum(self, weight: Tensor, layer: QuantLayer, rule: Rule) -> None:
+        """Keep the running mean of a weight's votes, as a state_dict may have brought it, for a rule that has one."""
+        state = self.state[weight]
+        if not rule.momentum_rank or _is_room(state.get(MOMENTUM)):
+            state.pop(MOMENTUM, None)
+        elif MOMENTUM in state:
+            momentum.check(state[MOMENTUM], layer.rows, layer.columns, rule.momentum_rank)
 
     def _number(self, layer: QuantLayer, weight: Tensor) -> int:
         """A layer's number in the random streams: its place in the model; where that is not known, or two models are trained
@@ -273,8 +272,9 @@ class GFT(Optimizer):
         if rule.orthogonalize:
             bound, votes = BOUND, self._orthogonalized(weights, votes)
         if rule.momentum_rank:
-            bound, votes = BOUND, joined_over(self.ranks, votes, [self._past(weight, tuple(one.shape), rule.momentum_rank)
-                                                             for weight, one in zip(weights, votes, strict=True)])
+            means = [self._mean(weight, tuple(one.shape), rule.momentum_rank)
+                     for weight, one in zip(weights, votes, strict=True)]
+            bound, votes = BOUND, with_momentum_over(self.ranks, votes, means)
         clip = rule.spectral_clip
         shares = [None] * len(votes) if clip is None else shares_over(self.ranks, votes, clip)
         by_device: dict[torch.device, list[tuple[VoteAccumulator, WeightStep]]] = {}
@@ -301,12 +301,12 @@ class GFT(Optimizer):
                                                   [weights[number] for number in parts]), strict=True)
         return [results[number] for number in range(len(weights))]
 
-    def _past(self, weight: Tensor, shape: tuple[int, int], rank: int) -> Tensor:
+    def _mean(self, weight: Tensor, shape: tuple[int, int], rank: int) -> Tensor:
         """The running mean of a weight's votes; a new one where there is none, or one of another rank."""
-        votes, (rows, columns) = self._accumulators[weight], shape
-        if votes.past is None or votes.past.shape[1] != min(rank, rows, columns):
-            votes.past = self.state[weight][PAST] = momentum.start(rows, columns, rank, weight.device)
-        return votes.past
+        state = self.state[weight]
+        if MOMENTUM not in state or state[MOMENTUM].shape[1] != min(rank, *shape):
+            state[MOMENTUM] = momentum.start(*shape, rank, weight.device)
+        return state[MOMENTUM]
 
     @torch.no_grad()
     def move_in_backward(self, votes: VoteAccumulator) -> None:
@@ -516,10 +516,10 @@ def _read_state(saved: Mapping[str, Any], layer: QuantLayer, rule: Rule) -> dict
         check_running(name, scale.abs() if _is_room(scale) else scale, length, shape)
         if not _is_room(scale):
             state[name] = scale.detach().clone(memory_format=torch.contiguous_format)
-    past = state.pop(PAST, None)
-    if past is not None and rule.momentum_rank and not _is_room(past):
-        momentum.check(past, layer.rows, layer.columns, rule.momentum_rank)
-        state[PAST] = past.detach().clone(memory_format=torch.contiguous_format)
+    mean = state.pop(MOMENTUM, None)
+    if mean is not None and rule.momentum_rank and not _is_room(mean):
+        momentum.check(mean, layer.rows, layer.columns, rule.momentum_rank)
+        state[MOMENTUM] = mean.detach().clone(memory_format=torch.contiguous_format)
     for name in ("flips", "last_flips"):
         if name in state:
             flips = state[name]
@@ -537,10 +537,14 @@ def _with_room(state: Mapping[str, Any], layer: QuantLayer, rule: Rule) -> dict[
     lengths = running_lengths(layer.inputs, (layer.rows, layer.columns), layer.outputs)
     device = layer.qweight.device
     room: dict[str, Any] = {name: torch.full((length,), -1.0, device=device) for name, length in lengths.items()}
+    state = dict(state)
     if rule.momentum_rank:
-        room[PAST] = torch.full_like(momentum.start(layer.rows, layer.columns, rule.momentum_rank, device), -1.0)
+        rank = min(rule.momentum_rank, layer.rows, layer.columns)
+        room[MOMENTUM] = torch.full((layer.rows + layer.columns, rank), -1.0, device=device)
+    if MOMENTUM in state and (MOMENTUM not in room or state[MOMENTUM].shape != room[MOMENTUM].shape):
+        del state[MOMENTUM]  # of a rule that the group has no more
     room |= {name: torch.zeros((), dtype=torch.int64, device=device) for name in ("flips", "last_flips")}
-    return room | dict(state)
+    return room | state
 
 
 def _is_room(value: Any) -> bool:

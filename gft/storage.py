@@ -50,16 +50,6 @@ def field_bits(bits: int) -> int:
     return 2 if bits <= 2 else 4 if bits <= 4 else 8
 
 
-def storage_for(bits: int, memory: bool | str) -> "Storage":
-    """How a new layer keeps its weight: `memory` as gft.quantize_ takes it."""
-    if memory not in (True, False, HALF):
-        raise UsageError(f"memory={shortened(memory)}: choose True, False or {HALF!r}")
-    if memory == HALF and field_bits(check_bits(bits)) > 4:
-        raise UsageError(f'memory="{HALF}" keeps a weight in half a byte, which is too little for {bits} bits; choose at '
-                         "most 4 bits, or memory=False")
-    return Storage(bits, memory != HALF and bool(memory), half=memory == HALF)
-
-
 @dataclass(frozen=True)
 class Storage:
     """How the bytes of a weight are read: saved with the weight, and all that a kernel needs to know of it.
@@ -81,6 +71,17 @@ class Storage:
         check_bits(self.bits)
         object.__setattr__(self, "half", self.half and not self.memory and field_bits(self.bits) < 4)
         object.__setattr__(self, "inertia", self.inertia and self.memory_bits > 0)
+
+    @staticmethod
+    def as_asked(bits: int, memory: bool | str) -> "Storage":
+        """How a new layer keeps its weight: `memory` as gft.quantize_ takes it. At 3 and 4 bits "half" is what False
+        is."""
+        if memory not in (True, False, HALF):
+            raise UsageError(f"memory={shortened(memory)}: choose True, False or {HALF!r}")
+        if memory == HALF and field_bits(check_bits(bits)) > 4:
+            raise UsageError(f'memory="{HALF}" keeps a weight in half a byte, which is too little for {bits} bits; choose '
+                             "at most 4 bits, or memory=False")
+        return Storage(bits, memory != HALF and bool(memory), half=memory == HALF)
 
     # ------------------------------------------------------------------ derived numbers
 

@@ -192,7 +192,6 @@ class VoteAccumulator:
         self.x_rms: Tensor | None = None  # (in,) float32, running; None until the first batch
         self.grad_rms: Tensor | None = None  # (out,)
         self.second_moment: Tensor | None = None  # (out + in + 1,) of the votes: by row, by column, of all
-        self.past: Tensor | None = None  # (out + in, rank) float32: their running mean, where a rule keeps one
 
         # Since the last step.
         self.votes: Tensor | None = None  # (out, in) int32 or int64

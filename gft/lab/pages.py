@@ -369,7 +369,9 @@ def transfer(results: Path) -> str:
             + f"\n\nn = 1, seed {once(str(run['seed']) for run in runs)}, "
             + ", ".join(f"{name} {once(str(run[key]) for run in runs)}".strip() for key, name in (
                 ("commit", "commit"), ("device", ""), ("torch", "torch")))
-            + ": `gft tune transfer` with `--set context=… --try batch=… --try steps=… --try lr=…`.")
+            + f": `gft tune transfer --set context={once(str(run['config']['data']['context']) for run in runs)} "
+            + f"--set precision={once(run['config']['model']['precision'] for run in runs)}`, and `--try` for batch, steps, "
+            + "lr and spectral_clip.")
 
 
 PAGES: dict[str, Callable[[Path], str]] = {

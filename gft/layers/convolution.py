@@ -20,7 +20,7 @@ from gft import ops
 from gft.errors import UsageError, UsageTypeError
 from gft.layers.layer import QuantLayer, give_back, take_over
 from gft.product import convolve, memory_format_of
-from gft.storage import Storage, storage_for
+from gft.storage import Storage
 
 
 class QuantConvolution(QuantLayer):
@@ -42,7 +42,7 @@ class QuantConvolution(QuantLayer):
                                  "bias and gain")
         device, bias = conv.pop("device", None), conv.pop("bias", False)
         like = self.float_type(in_channels, out_channels, kernel_size, device="meta", bias=bias, **conv)
-        self._shape_like(like, storage_for(bits, memory), gain=gain, scales=scales, device=device)
+        self._shape_like(like, Storage.as_asked(bits, memory), gain=gain, scales=scales, device=device)
         self.start_("variance")
 
     def _shape_like(self, conv: Any, storage: Storage, **options: Any) -> None:
@@ -58,7 +58,7 @@ class QuantConvolution(QuantLayer):
                    scales: str | int = "tensor") -> Any:
         """The layer on the grid nearest to `conv`; its bias is taken over as it is."""
         layer = cls.__new__(cls)
-        layer._shape_like(conv, storage_for(bits, memory), gain=gain, scales=scales, device=conv.weight.device,
+        layer._shape_like(conv, Storage.as_asked(bits, memory), gain=gain, scales=scales, device=conv.weight.device,
                           dtype=conv.weight.dtype)
         return take_over(layer, conv, init)
 

@@ -12,7 +12,7 @@ from torch.nn.utils import skip_init
 from gft import ops
 from gft.errors import UsageError
 from gft.layers.layer import QuantLayer, exporting, give_back, take_over
-from gft.storage import storage_for
+from gft.storage import Storage
 
 
 class QuantLinear(QuantLayer):
@@ -35,7 +35,7 @@ class QuantLinear(QuantLayer):
 
     def __init__(self, in_features: int, out_features: int, bits: int = 4, bias: bool = False, *, memory: bool | str = True,
                  gain: bool = False, scales: str | int = "tensor", device: torch.device | str | None = None) -> None:
-        super().__init__((out_features, in_features), storage_for(bits, memory), bias=bias, gain=gain, scales=scales,
+        super().__init__((out_features, in_features), Storage.as_asked(bits, memory), bias=bias, gain=gain, scales=scales,
                          device=device)
         self.in_features, self.out_features = in_features, out_features
         self.start_("variance")
@@ -46,7 +46,7 @@ class QuantLinear(QuantLayer):
         """The layer on the grid nearest to `linear`; its bias is taken over as it is. init="fit" is for trained weights,
         "paper" starts anew (gft.quantize_)."""
         layer = cls.__new__(cls)
-        QuantLayer.__init__(layer, (linear.out_features, linear.in_features), storage_for(bits, memory), gain=gain,
+        QuantLayer.__init__(layer, (linear.out_features, linear.in_features), Storage.as_asked(bits, memory), gain=gain,
                             scales=scales, device=linear.weight.device, dtype=linear.weight.dtype)
         layer.in_features, layer.out_features = linear.in_features, linear.out_features
         return take_over(layer, linear, init)

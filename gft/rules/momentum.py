@@ -30,17 +30,17 @@ DECAY = 0.9  # of the mean: that of inertia
 POLISH = 4  # cubic rounds, which bring singular values of 0.7 to 1.2 to 1
 
 
-def joined(votes: Sequence[Tensor],  # each (out, in), of any integer type
-           pasts: Sequence[Tensor]) -> list[Tensor]:  # each (out, in) int32, none beyond matrices.BOUND
-    """Each layer's votes and their running mean, half and half, in units of 1/ONE. `pasts` (out + in, rank) are renewed in
+def with_momentum(votes: Sequence[Tensor],  # each (out, in), of any integer type
+                  means: Sequence[Tensor]) -> list[Tensor]:  # each (out, in) int32, none beyond matrices.BOUND
+    """Each layer's votes and their running mean, half and half, in units of 1/ONE. `means` (out + in, rank) are renewed in
     place; layers of one shape share their products."""
     results: dict[int, Tensor] = {}
     for numbers in alike(votes):
-        some = [pasts[number] for number in numbers]
+        some = [means[number] for number in numbers]
         beta, new = _step(torch.stack([votes[number] for number in numbers]).float(), torch.stack(some))
         results.update(zip(numbers, beta, strict=True))
-        for past, one in zip(some, new, strict=True):
-            past.copy_(one)
+        for mean, one in zip(some, new, strict=True):
+            mean.copy_(one)
     return [results[number] for number in range(len(votes))]
 
 
@@ -59,29 +59,29 @@ def multiply_adds(out: int, features: int, rank: int) -> int:
     return 3 * rank * out * features + 2 * rank**2 * (out + features) + orthonormal
 
 
-def check(past: Any, rows: int, columns: int, rank: int) -> None:
+def check(mean: Any, rows: int, columns: int, rank: int) -> None:
     """Raise unless this can be the running mean of a weight's votes."""
     shape = (rows + columns, min(rank, rows, columns))
-    if not (isinstance(past, Tensor) and is_plain(past) and past.dtype is torch.float32 and tuple(past.shape) == shape):
-        found = f"{past.dtype} of shape {tuple(past.shape)}" if isinstance(past, Tensor) else shortened(past)
+    if not (isinstance(mean, Tensor) and is_plain(mean) and mean.dtype is torch.float32 and tuple(mean.shape) == shape):
+        found = f"{mean.dtype} of shape {tuple(mean.shape)}" if isinstance(mean, Tensor) else shortened(mean)
         raise UsageError(f"the optimizer's state has a mean of votes that is {found}, where momentum_rank={rank} needs "
                          f"float32 of shape {shape}; load a state_dict that is not damaged")
-    if not bool(torch.isfinite(past).all()):
+    if not bool(torch.isfinite(mean).all()):
         raise UsageError("the optimizer's state has a mean of votes with numbers that are not finite; load a state_dict "
                          "that is not damaged")
 
 
-def _step(votes: Tensor, past: Tensor) -> tuple[Tensor, Tensor]:  # (layers, out, in), (layers, out + in, rank)
+def _step(votes: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:  # (layers, out, in), (layers, out + in, rank)
     rows = votes.shape[1]
     unit = evened(votes)
-    left, right = past[:, :rows], past[:, rows:]
+    left, right = mean[:, :rows], mean[:, rows:]
     towards = DECAY * left @ (right.mT @ right) + (1 - DECAY) * unit @ right
     new_left = _orthonormal(towards)
     new_right = DECAY * right @ (left.mT @ new_left) + (1 - DECAY) * unit.mT @ new_left
     seen = unit.abs().amax((1, 2), keepdim=True) > 0  # of no votes nothing is learnt, and the first directions are kept
-    past = torch.where(seen, torch.cat([new_left, new_right], 1), past)
-    beta = unit + of_length_one(past[:, :rows] @ past[:, rows:].mT)
-    return beta.mul_(ONE).round_().to(torch.int32), past
+    mean = torch.where(seen, torch.cat([new_left, new_right], 1), mean)
+    beta = unit + of_length_one(mean[:, :rows] @ mean[:, rows:].mT)
+    return beta.mul_(ONE).round_().to(torch.int32), mean
 
 
 def _orthonormal(x: Tensor) -> Tensor:  # (layers, many, few) -> columns of length one, at right angles

@@ -11,13 +11,18 @@ import gft
 from gft.layers import quantized_layers
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: Any, scheduler: Any = None) -> None:
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: Any, scheduler: Any = None) -> list[float]:
+    """The losses before each step."""
+    losses = []
     for x, y in data:
         optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
+        losses.append(loss.item())
+    return losses
 
 
 def hybrid_of(model: nn.Module, **settings: Any) -> gft.Hybrid:

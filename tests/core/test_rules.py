@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import train
 
 import gft
 from gft import ops
@@ -27,17 +28,6 @@ def weight_of(storage: Storage, votes: torch.Tensor, step: int = 0, **rest) -> W
     values = torch.randint(storage.lowest, storage.limit + 1, votes.shape, dtype=torch.int8)
     return WeightStep(storage.from_values(values).clone(), votes, int(votes.abs().max()), storage, 0.05,
                       NoiseKey(9, step, stream=6), **rest)
-
-
-def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches, passes: int = 1) -> list[float]:
-    losses = []
-    for x, y in passes * list(batches):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 # ---------------------------------------------------------------------------------------------------- any rule, any storage

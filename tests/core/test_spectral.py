@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
-from helpers import losses_step_by_step_and_captured
+from helpers import losses_step_by_step_and_captured, train
 from torch import nn
 
 import gft
@@ -96,23 +95,13 @@ def test_networks_learn_by_clipped_moves(in_backward, settings):
     own = gft.GFT(gft.quantized(model), 0.4, gft.Rounding(spectral_clip=1.0, **settings), in_backward=in_backward, seed=3)
     optimizer = gft.Hybrid(own, torch.optim.AdamW(gft.dense(model), lr=1e-3))
     x = torch.randn(64, 24)
-    y, losses = (x @ torch.randn(24, 5)).argmax(1), []
-    for _ in range(40):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = train(model, optimizer, [(x, (x @ torch.randn(24, 5)).argmax(1))] * 40)
     assert losses[-1] < 0.6 * losses[0]
     assert own.flips() > 0
-    again = gft.GFT(gft.quantized(_released(own, model)))
+    own.release()
+    again = gft.GFT(gft.quantized(model))
     again.load_state_dict(own.state_dict())
     assert again.param_groups[0]["rule"].spectral_clip == 1.0
-
-
-def _released(optimizer: gft.GFT, model: nn.Module) -> nn.Module:
-    optimizer.release()
-    return model
 
 
 @pytest.mark.gpu

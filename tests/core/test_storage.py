@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gft import reference
 from gft.errors import UsageError
-from gft.storage import Storage, field_bits, pack_fields, storage_for, unpack_fields
+from gft.storage import Storage, field_bits, pack_fields, unpack_fields
 
 HALF_A_BYTE = Storage(2, memory=False, half=True)
 PACKED = [*(Storage(bits, memory=False) for bits in range(2, 9)), HALF_A_BYTE]
@@ -123,15 +123,15 @@ def test_spare_bits_serve_every_level_alike(storage, count):
 
 
 def test_half_a_byte_is_taken_where_there_are_bits_to_spare(refuses):
-    assert storage_for(2, "half") == HALF_A_BYTE
+    assert Storage.as_asked(2, "half") == HALF_A_BYTE
     assert (HALF_A_BYTE.spare_bits, HALF_A_BYTE.resolution, HALF_A_BYTE.dtype) == (2, 4, torch.uint8)
     for bits in (3, 4):  # which take half a byte when they are packed
-        assert storage_for(bits, "half") == storage_for(bits, False) == Storage(bits, memory=False)
-    assert [storage_for(2, memory).asked_for for memory in (True, False, "half")] == [True, False, "half"]
+        assert Storage.as_asked(bits, "half") == Storage.as_asked(bits, False) == Storage(bits, memory=False)
+    assert [Storage.as_asked(2, memory).asked_for for memory in (True, False, "half")] == [True, False, "half"]
     with refuses(UsageError, 'memory="half".*too little for 5 bits'):
-        storage_for(5, "half")
+        Storage.as_asked(5, "half")
     with refuses(UsageError, "memory"):
-        storage_for(2, "quarter")
+        Storage.as_asked(2, "quarter")
 
 
 @pytest.mark.parametrize("storage", [Storage(6), Storage(7), Storage(8), Storage(4, memory=False), Storage(3, memory=False)],

@@ -219,9 +219,10 @@ def test_orthogonalizing_takes_the_products_that_torch_counts(shape):
 def test_momentum_of_low_rank_and_clipping_take_the_products_that_torch_counts(shape):
     from torch.utils.flop_counter import FlopCounterMode
 
-    votes, past = torch.randint(-9, 10, shape, dtype=torch.int32), momentum.start(*shape, 3, torch.device("cpu"))
-    for settings, take in ((Integers("blocks", 2, momentum_rank=3, memory=False), lambda: momentum.joined([votes], [past])),
-                           (Integers("blocks", 2, spectral_clip=1.0), lambda: spectral.shares([votes], 1.0))):
+    votes, mean = [torch.randint(-9, 10, shape, dtype=torch.int32)], [momentum.start(*shape, 3, torch.device("cpu"))]
+    for settings, take in (
+            (Integers("blocks", 2, momentum_rank=3, memory=False), lambda: momentum.with_momentum(votes, mean)),
+            (Integers("blocks", 2, spectral_clip=1.0), lambda: spectral.shares(votes, 1.0))):
         with FlopCounterMode(display=False) as counted:
             take()
         wanted = counted.get_total_flops() / 2 * mac_pj("fp32") * 1e-12

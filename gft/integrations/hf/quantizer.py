@@ -38,7 +38,7 @@ from gft.layers import (
 )
 from gft.saved import mapping, sequence, whole_number
 from gft.settings import check_choice
-from gft.storage import HALF, check_bits, storage_for
+from gft.storage import HALF, Storage, check_bits
 from gft.summary import summary
 
 METHOD = "gft"
@@ -59,7 +59,8 @@ class GftConfig(QuantizationConfigMixin):
                  modules_to_not_convert: list[str] | None = None, layers: list[dict[str, Any]] | None = None,
                  compute: str | None = None, **kwargs: Any) -> None:
         self.quant_method = METHOD  # type: ignore[assignment]
-        self.bits, self.memory, self.gain, self.scales = check_bits(bits), storage_for(bits, memory).asked_for, gain, scales
+        self.bits, self.gain, self.scales = check_bits(bits), gain, scales
+        self.memory = Storage.as_asked(bits, memory).asked_for
         check_compute(compute, bits)
         self.compute = compute
         self.modules_to_not_convert, self.layers = modules_to_not_convert, None if layers is None else checked_layers(layers)
