@@ -140,8 +140,8 @@ def _scratch_beside(path: Path) -> tuple[Path, int]:
             held = os.open(scratch if fcntl else os.devnull, os.O_RDONLY)
         except FileNotFoundError:
             continue  # another writer has taken it for a left-over, before it was locked
-        _lock(held)
-        if scratch.exists():  # or so
+        # Or that writer is removing it now and holds the lock, or is done and has let go of it: a new one, then.
+        if _lock(held) is not False and scratch.exists():
             return scratch, held
         os.close(held)
 
