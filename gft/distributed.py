@@ -8,10 +8,10 @@ Each rank casts votes on its part of the batch. Before any weight moves, four th
     at first   weights and settings, which are only compared                                    one all_reduce of two numbers
 
 With orthogonalize=True each rank orthogonalizes some of the layers, and another all_reduce hands them to all; momentum of
-low rank and spectral clipping likewise. Then every rank takes the same step by itself: same votes, same scales, same random
-numbers, same weights, bit for bit. With `Sign(per="token")` that step is the one a single process takes with the whole
-batch. Other votes are rounded by noise of each rank's own (`VoteAccumulator.call`). A layer that a rank has not used gets
-zeros from it; one that no rank has used stays as it is.
+low rank likewise. Then every rank takes the same step by itself: same votes, same scales, same random numbers, same weights,
+bit for bit. With `Sign(per="token")` that step is the one a single process takes with the whole batch. Other votes are
+rounded by noise of each rank's own (`VoteAccumulator.call`). A layer that a rank has not used gets zeros from it; one that
+no rank has used stays as it is.
 
 Collectives come in an order that follows from the counts, so no rank waits in vain for one that has fewer votes. Every rank
 must take the same number of steps; one that is missing makes the others raise `RankLost` after `patience()`.
@@ -31,7 +31,6 @@ from torch import Tensor
 from gft.errors import UsageError, UsageTypeError
 from gft.rules.momentum import with_momentum
 from gft.rules.orthogonalize import orthogonalized
-from gft.rules.spectral import shares
 from gft.votes import VoteAccumulator
 
 if TYPE_CHECKING:
@@ -280,14 +279,4 @@ def with_momentum_over(ranks: Ranks, votes: Sequence[Tensor],
             mean.zero_()
     sum_over(ranks, results)
     sum_over(ranks, means)
-    return results
-
-
-def shares_over(ranks: Ranks, votes: Sequence[Tensor], limit: float) -> list[Tensor]:  # the same on all ranks
-    """rules.spectral, each rank's share of the layers by itself, likewise."""
-    if ranks.world == 1:
-        return shares(votes, limit)
-    results = [torch.zeros((), device=one.device) for one in votes]
-    results[ranks.rank :: ranks.world] = shares(votes[ranks.rank :: ranks.world], limit)
-    sum_over(ranks, results)
     return results

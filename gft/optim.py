@@ -29,7 +29,6 @@ from gft.distributed import (
     fingerprint,
     orthogonalized_over,
     ranks_of,
-    shares_over,
     sum_over,
     with_momentum_over,
 )
@@ -275,16 +274,13 @@ class GFT(Optimizer):
             means = [self._mean(weight, tuple(one.shape), rule.momentum_rank)
                      for weight, one in zip(weights, votes, strict=True)]
             bound, votes = BOUND, with_momentum_over(self.ranks, votes, means)
-        clip = rule.spectral_clip
-        shares = [None] * len(votes) if clip is None else shares_over(self.ranks, votes, clip)
         by_device: dict[torch.device, list[tuple[VoteAccumulator, WeightStep]]] = {}
-        for parameter, beta, share in zip(weights, votes, shares, strict=True):
+        for parameter, beta in zip(weights, votes, strict=True):
             one, part = self._accumulators[parameter], self._parts.get(parameter)
             if (layer := one.layer()) is not None:
                 key = one.key(0, call, 0 if part is None else part.first_row * layer.columns)
                 weight = WeightStep(own_rows(parameter), beta, one.bound if bound is None else bound, layer.storage,
-                                    layer.scale_number(), key, one.second_moment, layer.fan_in, layer.branches or 1, part,
-                                    share)
+                                    layer.scale_number(), key, one.second_moment, layer.fan_in, layer.branches or 1, part)
                 by_device.setdefault(weight.stored.device, []).append((one, weight))
         for device, some in by_device.items():
             results = rule.step([weight for _, weight in some], self._graph.rate(group, device))
@@ -577,10 +573,9 @@ def check_settings(group: Mapping[str, Any], ranks: Ranks = ALONE) -> None:
     check_choice("wire", group["wire"], ("int32", "int8"))
     if group["wire"] == "int8" and not all(map(is_sharded, group["params"])):
         raise UsageError('wire="int8" is for weights that fully_shard has shared out over ranks; leave it out')
-    for name in ("spectral_clip", "momentum_rank"):
-        if getattr(rule, name) and any(map(is_sharded, group["params"])):
-            raise UsageError(f"{name} looks at whole matrices, and fully_shard has shared their rows out over ranks; leave "
-                             "it out")
+    if rule.momentum_rank and any(map(is_sharded, group["params"])):
+        raise UsageError("momentum_rank looks at whole matrices, and fully_shard has shared their rows out over ranks; "
+                         "leave it out")
     if group["in_backward"] and ranks.world > 1 and not all(map(is_sharded, group["params"])):
         raise UsageError("in_backward=True moves a layer before the votes of other ranks are there; leave it out, or pass "
                          "process_group=False to train alone")

@@ -189,19 +189,6 @@ def with_momentum(betas: list[Matrix]) -> list[Floats]:
     return results
 
 
-def spectral_share(beta: Matrix, limit: float) -> float:
-    """limit · (sqrt(rows) + sqrt(columns)) over the largest singular value of u, whose rms is 1; 1 at most. u = beta with
-    rows and columns of equal size."""
-    rows, columns, squares = len(beta), len(beta[0]), mean_squares(beta)
-    u = [[b / sqrt(squares[o] * squares[rows + i]) if b else 0.0 for i, b in enumerate(line)] for o, line in enumerate(beta)]
-    gram, direction = product(transposed(u), u), [[1.0 + 0.1 * i] for i in range(columns)]
-    for _ in range(300):
-        direction = of_length_one(product(gram, direction))
-    norm = sqrt(sum(a * b for (a,), (b,) in zip(direction, product(gram, direction), strict=True)))
-    rms = sqrt(sum(number * number for line in u for number in line) / (rows * columns))
-    return min(1.0, limit * (sqrt(rows) + sqrt(columns)) * rms / norm) if norm else 1.0
-
-
 def of_length_one(matrix: Matrix | Floats) -> Floats:
     length = sqrt(sum(number * number for line in matrix for number in line)) or 1.0
     return [[number / length for number in line] for line in matrix]
@@ -259,6 +246,11 @@ def rounding(values: Matrix, beta: Matrix, noise: Matrix, *, lr: float, bits: in
                 for lines in zip(values, moves, strict=True)]
     return [[remembered(value, move, n % 256 < follow, memory_bits, largest)
              for value, move, n in zip(*lines, strict=True)] for lines in zip(values, moves, noise, strict=True)]
+
+
+def share_of_warmup(step: int, warmup: int) -> float:
+    """By which lr is multiplied in step 0, 1, 2, …"""
+    return min(1.0, (step + 1) / warmup)
 
 
 def values_of_levels(largest: int, spare_bits: int) -> tuple[int, int]:

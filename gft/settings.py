@@ -64,3 +64,10 @@ def check_number(name: str, value: Any, least: float, most: float, meaning: str)
     if not least <= value <= most:
         said = f"{value:g}" if abs(value) < 1e300 else shortened(value)
         raise UsageError(f"{name}={said}: {meaning}; give a number from {least:g} to {most:g}")
+
+
+def check_count(name: str, value: Any, least: int, most: int, meaning: str) -> None:
+    """Raise unless `value` is a whole number from least to most."""
+    check_number(name, value, least, most, meaning)
+    if not isinstance(value, int):
+        raise UsageTypeError(f"{name}={value}: {meaning}; give a whole number")

@@ -17,6 +17,8 @@ if not torch.cuda.is_available():
 os.environ["COLUMNS"] = "80"
 os.environ.pop("FORCE_COLOR", None)
 
+import no_warmup  # noqa: F401
+
 import gft
 from gft.errors import UsageError
 

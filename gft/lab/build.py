@@ -84,8 +84,8 @@ def rule_of(integers: Integers, inertia: float | None) -> Rule:
     if integers.rule == "topk":
         return gft.TopK(**given(p_min=integers.p_min))
     return gft.Rounding(inertia=inertia, threshold=integers.threshold, second_moment=integers.second_moment,
-                        orthogonalize=bool(integers.orthogonalize), spectral_clip=integers.spectral_clip,
-                        momentum_rank=integers.momentum_rank)
+                        orthogonalize=bool(integers.orthogonalize), momentum_rank=integers.momentum_rank,
+                        warmup=integers.own_warmup)
 
 
 def vote_of(integers: Integers) -> Vote:

@@ -24,7 +24,7 @@ from gft.errors import UsageError
 from gft.files import write_text
 from gft.lab.bench import written
 from gft.lab.markdown import table
-from gft.lab.recipe import Integers
+from gft.lab.recipe import IN_OLDER, Integers, dotted
 from gft.lab.report import CONVOLUTION_COLUMNS, LADDER_COLUMNS
 from gft.lab.traffic import traffic_table
 from gft.lab.transfer import SIZES, place_of
@@ -350,17 +350,17 @@ def transfer(results: Path) -> str:
     for run in runs:
         size, row = place_of(run["recipe"].partition("@")[0])
         config = run["config"]
-        clip = config["integers"].get("spectral_clip")
-        kind = (row, clip or 0, SIZES.index(size), config["data"]["batch"], config["data"]["context"],
+        warms_up = (IN_OLDER | dotted(config))["integers.own_warmup"] != 0
+        kind = (row, not warms_up, SIZES.index(size), config["data"]["batch"], config["data"]["context"],
                 config["schedule"]["steps"])
         losses.setdefault(kind, {})[config["integers"]["lr"]] = run["value"]
     rates = sorted({rate for by_rate in losses.values() for rate in by_rate})
     lines = []
-    for (row, clip, size, batch, context, steps), by_rate in sorted(losses.items()):
+    for (row, without, size, batch, context, steps), by_rate in sorted(losses.items()):
         best = min(by_rate.values())
         shown = {rate: f"**{loss:.3f}**" if loss == best else f"{loss:.3f}" for rate, loss in by_rate.items()}
         behind = f"{by_rate[Integers.lr] / best - 1:.1%}" if Integers.lr in by_rate and len(by_rate) > 1 else ""
-        integers = spaced(row.removeprefix("gft-")).replace("-", ", ") + (f", `spectral_clip={clip:g}`" if clip else "")
+        integers = spaced(row.removeprefix("gft-")).replace("-", ", ") + (", `warmup=0`" if without else "")
         lines.append([integers, SIZES[size].replace("x", "×"), f"{batch} × {context}", str(steps),
                       *(shown.get(rate, "") for rate in rates), behind])
     header = ["integers", "width × depth", "tokens a step", "steps", *(f"lr {rate:g}" for rate in rates),
@@ -371,7 +371,7 @@ def transfer(results: Path) -> str:
                 ("commit", "commit"), ("device", ""), ("torch", "torch")))
             + f": `gft tune transfer --set context={once(str(run['config']['data']['context']) for run in runs)} "
             + f"--set precision={once(run['config']['model']['precision'] for run in runs)}`, and `--try` for batch, steps, "
-            + "lr and spectral_clip.")
+            + "lr and own_warmup.")
 
 
 PAGES: dict[str, Callable[[Path], str]] = {

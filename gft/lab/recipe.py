@@ -145,8 +145,8 @@ class Integers:
     threshold: float | str | None = None  # rounding: in rms, or auto
     second_moment: str | None = None  # rounding, packed: step or running
     orthogonalize: bool = False  # rounding
-    spectral_clip: float | None = None  # rounding
     momentum_rank: int = 0  # rounding without memory
+    own_warmup: int | None = None  # rounding: steps over which these weights' moves grow, whatever the schedule does
     p_min: float | None = None  # topk
     attention_lr: float | None = None  # gpt and vit, blocks: attention's own lr; None: it learns as the others
     attention_inertia: float | None = None  # where it has an lr of its own
@@ -158,7 +158,7 @@ class Integers:
                 vote=("int8", "int4", "ternary", "sign"), vote_per=(None, "token", "sequence"),
                 second_moment=(None, "step", "running"), init=("keep", "paper", "variance"), memory=(True, False, HALF))
         _at_least(self, lr=0, attention_lr=0, bop_threshold=0)
-        Rounding(threshold=self.threshold, spectral_clip=self.spectral_clip, momentum_rank=self.momentum_rank)  # or refuse
+        Rounding(threshold=self.threshold, momentum_rank=self.momentum_rank, warmup=self.own_warmup)  # or refuse
         _shares(self, "inertia", "attention_inertia")
         if self.p_min is not None and not 0 <= self.p_min <= 1:
             raise UsageError(f"p_min={shortened(self.p_min)}: a probability lies between 0 and 1")
@@ -184,8 +184,8 @@ class Integers:
             "threshold": (rounding, "rule=rounding"),
             "second_moment": (rounding and packed, "rule=rounding and memory=false or half"),
             "orthogonalize": (rounding, "rule=rounding"),
-            "spectral_clip": (rounding, "rule=rounding"),
             "momentum_rank": (rounding and packed, "rule=rounding and memory=false or half"),
+            "own_warmup": (rounding, "rule=rounding"),
             "p_min": (not rounding, "rule=topk"),
             "vote_per": (self.vote == "sign", "vote=sign"),
             "literal_mask": (self.vote == "sign", "vote=sign"),
@@ -381,6 +381,8 @@ def dotted(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 DEFAULTS = dotted(Recipe("", "", "", None).config())
+# What a setting counts as in results of a time before it: its default, by which it changed nothing, but for these.
+IN_OLDER = DEFAULTS | {"integers.own_warmup": 0}
 
 
 # ---------------------------------------------------------------------------------------------------- key=value

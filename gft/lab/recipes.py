@@ -26,7 +26,9 @@ IMAGENETTE_VIT = {("none", 32): 90.8, ("mlp", 4): 84.9, ("mlp", 3): 85.4, ("mlp"
                   ("blocks", 4): 77.0, ("blocks", 3): 70.4, ("blocks", 2): 35.4}
 DEPTH = {2: 84.46, 3: 88.82, 5: 89.24, 7: 88.53, 10: 88.47}
 
-BEFORE = 0.1  # lr of the tables that were trained before the default became 0.2
+# Settings of tables that were trained before these defaults became what they are.
+WITHOUT_WARMUP: dict[str, Any] = {"own_warmup": 0}
+BEFORE: dict[str, Any] = {"lr": 0.1, **WITHOUT_WARMUP}
 
 # How the paper calls what is quantized.
 ROWS = {"none": "Full-Precision", "hidden": "Hybrid", "all": "Quantized", "mlp": "Hybrid-1", "blocks": "Hybrid-2"}
@@ -50,13 +52,13 @@ def mnist_dnn(layers: str, bits: int) -> Recipe:
     return Recipe(**row("mnist-dnn", layers, bits, MNIST_DNN[layers, bits]), data=Data(label_smoothing=0.1),
                   model=Model(norm="rms" if layers == "all" else "batch", dropout=0.2 if full_precision else 0.0,
                               input_dropout=0.1 if full_precision else 0.0),
-                  integers=Integers(layers, bits, lr=BEFORE))
+                  integers=Integers(layers, bits, **BEFORE))
 
 
 def depth(number: int) -> Recipe:
     """One column of Table 6: the ternary, all-quantized network with 2 to 10 layers."""
     return Recipe(name=f"mnist-dnn-depth-{number}", table="depth", row=f"{number} layers", paper=DEPTH[number],
-                  model=Model(depth=number), integers=Integers("all", 2, lr=BEFORE))
+                  model=Model(depth=number), integers=Integers("all", 2, **BEFORE))
 
 
 def shakespeare_gpt(layers: str, bits: int) -> Recipe:
@@ -64,7 +66,7 @@ def shakespeare_gpt(layers: str, bits: int) -> Recipe:
     return Recipe(**row("shakespeare-gpt", layers, bits, SHAKESPEARE_GPT[layers, bits]), metric="loss",
                   data=Data("shakespeare", batch=128, eval_batch=128),
                   model=Model("gpt", width=384, depth=6, heads=6, dropout=0.2, precision="bf16", compiled=True),
-                  integers=Integers(layers, bits), schedule=Schedule(2000, warmup=10, eval_every=100))
+                  integers=Integers(layers, bits, **WITHOUT_WARMUP), schedule=Schedule(2000, warmup=10, eval_every=100))
 
 
 def mnist_vit(layers: str, bits: int) -> Recipe:
@@ -73,7 +75,7 @@ def mnist_vit(layers: str, bits: int) -> Recipe:
     return Recipe(**row("mnist-vit", layers, bits, MNIST_VIT[layers, bits]),
                   data=Data("mnist-images", "jitter", label_smoothing=0.1, eval_batch=1000),
                   model=Model("vit", width=512, depth=12, heads=8, patch=4, precision="bf16", compiled=True),
-                  integers=Integers(layers, bits, lr=BEFORE), schedule=Schedule(4000, warmup=100, eval_every=400))
+                  integers=Integers(layers, bits, **BEFORE), schedule=Schedule(4000, warmup=100, eval_every=400))
 
 
 def imagenette_vit(layers: str, bits: int) -> Recipe:
@@ -85,7 +87,7 @@ def imagenette_vit(layers: str, bits: int) -> Recipe:
                   data=Data("imagenette", "blended", label_smoothing=0.1, eval_batch=512, eval_crop=0.875),
                   model=Model("vit", width=512, depth=12, heads=8, patch=16, patch_dropout=0.75, positions="waves",
                               precision="bf16", compiled=True),
-                  integers=Integers(layers, bits, lr=BEFORE, inertia=0.0, attention_lr=0.05 if layers == "blocks" else None),
+                  integers=Integers(layers, bits, **BEFORE, inertia=0.0, attention_lr=0.05 if layers == "blocks" else None),
                   dense=Dense(lr=3e-4), schedule=Schedule(15000, warmup=500, eval_every=1000, whole_images=0.1))
 
 
@@ -171,9 +173,9 @@ def baselines_row(method: str, bits: int) -> Recipe:
     model = Model(width=1024, norm="batch")
     if bits == 32:
         return Recipe(name="mnist-baselines-fp", table="baselines", row="AdamW, full precision", paper=None, model=model)
-    lr = BEFORE if method == "gft" else BASELINE_RATES.get(method, {}).get(bits, 2e-3)
+    lr = BEFORE["lr"] if method == "gft" else BASELINE_RATES.get(method, {}).get(bits, 2e-3)
     return Recipe(name=f"mnist-baselines-{method}-{bits}bit", table="baselines", row=f"{METHOD_ROWS[method]} {bits}bit",
-                  paper=None, model=model, integers=Integers("hidden", bits, method=method, lr=lr))
+                  paper=None, model=model, integers=Integers("hidden", bits, method=method, lr=lr, **WITHOUT_WARMUP))
 
 
 def baselines_rows() -> Iterator[Recipe]:

@@ -16,7 +16,7 @@ import torch
 from gft.errors import UsageError
 from gft.files import FolderInUse, FolderLock, read_whole, remove_unfinished, sentence_for, write_text
 from gft.lab import older
-from gft.lab.recipe import DEFAULTS, Recipe, dotted
+from gft.lab.recipe import IN_OLDER, Recipe, dotted
 from gft.lab.records import parsed, read_object, read_result, write_json
 
 
@@ -59,7 +59,7 @@ class RunFolder:
         if (path / "config.json").exists():
             if not resume:
                 raise TrainingError(f"{path} holds a run already; go on with it by --resume, or give another --out")
-            before = DEFAULTS | dotted(read_config(path))  # a setting that came later counts as its default
+            before = IN_OLDER | dotted(read_config(path))
             for key, value in dotted(self._config).items():
                 if before.get(key) != value:
                     raise TrainingError(f"{path} was started with {key}={before.get(key)!r}, not {value!r}; resume it "

@@ -25,7 +25,7 @@ from gft.lab.convolutions import sheet as of_convolutions
 from gft.lab.display import watch, watching
 from gft.lab.generate import sample_of
 from gft.lab.ladder import sheet
-from gft.lab.recipe import DEFAULTS, Recipe, dotted
+from gft.lab.recipe import IN_OLDER, Recipe, dotted
 from gft.lab.recipes import RECIPES, VARIANTS, variant_of
 from gft.lab.records import checked_result, read_json_lines, read_object, read_result, write_json, write_lines
 from gft.lab.runs import TrainingError, resolve_device
@@ -176,8 +176,7 @@ def has_line(lines: Mapping[tuple[str, int], Line], recipe: Recipe, seed: int) -
     config = lines.get((recipe.name, seed), {}).get("config")
     if config is None:  # not there, or of a time when runs did not keep their settings
         return False
-    # A setting that came later counts as its default, by which it changes nothing.
-    had, wanted = {**DEFAULTS, **dotted(older.in_parts(config))}, dotted(recipe.config())
+    had, wanted = {**IN_OLDER, **dotted(older.in_parts(config))}, dotted(recipe.config())
     counts = [key for key in wanted if recipe.integers.layers != "none" or not key.startswith("integers.")]
     return all(had[key] == wanted[key] for key in counts)
 

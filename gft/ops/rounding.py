@@ -47,6 +47,7 @@ class RoundingJob:
     running: Tensor | None = None  # (rows + columns + 1,) float32: running second moments, None at first
     rescale_step: bool = False  # rows and columns by the running moments, but the step as a whole by its own
     rows: int | None = None  # of the whole weight, where `stored` and `votes` are some rows of it; None: they are all
+    warmup: int = 0  # over how many first steps moves grow to their full size
 
     @property
     def shift(self) -> int:
@@ -110,8 +111,7 @@ def plan_of_sums(sums: Tensor,  # (rows + columns,) sums_of_squares of the whole
                  lr: float | Tensor) -> tuple[RoundingPlan, Tensor]:
     """The plan of the whole weight, of which the job may have but some rows."""
     shift, features = job.shift, job.votes.shape[1]
-    size = torch.as_tensor(lr, dtype=torch.float32) * job.lr_scale
-    size, threshold_share = suited(size if size.is_cuda else size.item(), job.threshold)
+    size, threshold_share = suited(size_of_moves(job, lr), job.threshold)
     out = len(sums) - features
     row, column = sums.split([out, features])
     total = _sum_as_double(row) / max(out * features, 1)
@@ -128,6 +128,20 @@ def plan_of_sums(sums: Tensor,  # (rows + columns,) sums_of_squares of the whole
     row_factor = (inverse[:out] * overall * size).float()
     plan = RoundingPlan(row_factor[:, None], inverse[out:-1].float()[None, :], CLIP * size, threshold_share, job.follow)
     return plan, moments
+
+
+def size_of_moves(job: RoundingJob, lr: float | Tensor) -> float | Tensor:
+    """The rms move of this step in 1/65536 of a stored value, before any threshold: a float32; a tensor: on a GPU."""
+    size = torch.as_tensor(lr, dtype=torch.float32) * job.lr_scale
+    if job.warmup:
+        size = size * share_of_warmup(job.key.step, job.warmup)
+    return size if size.is_cuda else size.item()
+
+
+def share_of_warmup(step: int | Tensor, warmup: int) -> Tensor:
+    """Which share of their full size the moves of step 0, 1, 2, … have. Divided in float64, as all devices do alike."""
+    steps = torch.as_tensor(step).double() + 1.0
+    return (steps / warmup).clamp_max(1.0).float()
 
 
 def suited(size: float | Tensor,  # the rms move in 1/65536 of a stored value: a float32; a tensor: on a GPU

@@ -28,6 +28,10 @@ the same mean move, with P the share of Gaussian votes beyond t, their sum is
 
 which is least at some t that falls with r: ops.rounding.SUITED.
 
+Moves grow to their full size over the first `warmup` steps, whatever lr does. However small or large votes are, they are
+normalised; and those of first steps agree from sample to sample, so that a layer's move is of nearly one direction and does
+sqrt(inputs) times to its output what a later one does.
+
 From lr to a moved weight:  GFT.step -> Rounding.step -> lr_scale (below) -> ops.rounding_plan -> ops.round_weights.
 """
 
@@ -41,16 +45,18 @@ import torch
 from torch import Tensor
 
 from gft import ops
-from gft.errors import UsageError, UsageTypeError
+from gft.errors import UsageError
 from gft.initialize import SPACING
 from gft.ops.rounding import FOLLOW_ALL, ONE, Rounded, RoundingJob
 from gft.rules.rule import Part, Rule, StepResult, WeightStep
-from gft.settings import check_choice, check_number
+from gft.settings import check_choice, check_count, check_number
 from gft.storage import Storage
 
 INERTIA = 0.9  # with memory, unless the rule says otherwise
 THRESHOLD_SPACINGS = 1.6  # without memory: 2 rms at 2 bits, 0.57 at 3 and 4
 MOST_THRESHOLD = 3.0  # rms; beyond it next to nothing moves
+WARMUP = 100  # first steps over which moves grow
+MOST_WARMUP = 1_000_000  # steps
 AUTO = "auto"  # the threshold that suits a move
 PACKED_LR = 0.5  # of lr without memory: nothing averages out what the rounding adds
 MOMENTUM_LR, MOMENTUM_THRESHOLD = 0.5, 2.0  # of that lr, since such moves go one way for longer; and by default, in rms
@@ -77,20 +83,19 @@ class Rounding(Rule):
     orthogonalize: True: half of what moves the weights is the layer's votes with all singular values equal, as Muon does
         with a gradient. Learns faster where a step has many tokens; costs products of the layer's size cubed, and devices no
         longer give the same bits (ranks do).
-    spectral_clip: The most that the largest singular value of a layer's move may be, in those of a random move of its size;
-        a layer whose move has more takes a smaller one. None: no limit. At 1 one lr serves small batches, short trainings
-        and first steps, whose moves all point one way; costs a dozen products of the votes with a vector.
     momentum_rank: Packed: how many directions of a running mean of the votes are kept, 4 B a row and a column each; half of
         what moves the weights is that mean. 0: none. With 16 packed ternary weights come near those with a byte of memory
         in our trials.
+    warmup: Over how many first steps of the optimizer moves grow evenly to what lr says: 100 by default, 0 for none. It
+        comes on top of any schedule of lr, and one lr then serves short trainings and small batches, too.
     """
 
     inertia: float | None = None
     threshold: float | str | None = None
     second_moment: str | None = None
     orthogonalize: bool = False  # type: ignore[misc]
-    spectral_clip: float | None = None  # type: ignore[misc]
     momentum_rank: int = 0  # type: ignore[misc]
+    warmup: int | None = None
     lr_meaning: ClassVar[str] = "the rms move of a weight in levels"
 
     def __post_init__(self) -> None:
@@ -100,13 +105,11 @@ class Rounding(Rule):
             check_number("threshold", self.threshold, 0.0, MOST_THRESHOLD, 'it counts rms of the votes, or is "auto"')
         check_choice("second_moment", self.second_moment, (None, "step", "running"))
         check_choice("orthogonalize", self.orthogonalize, (False, True))
-        check_number("momentum_rank", self.momentum_rank, 0, MOST_RANK, "it counts directions")
-        if not isinstance(self.momentum_rank, int):
-            raise UsageTypeError(f"momentum_rank={self.momentum_rank}: it counts directions; give a whole number")
+        check_count("momentum_rank", self.momentum_rank, 0, MOST_RANK, "it counts directions")
+        if self.warmup is not None:
+            check_count("warmup", self.warmup, 0, MOST_WARMUP, "it counts steps")
         if self.momentum_rank and self.orthogonalize:
             raise UsageError("momentum_rank and orthogonalize are two ways to make more of a step's votes; choose one")
-        if self.spectral_clip is not None:
-            check_number("spectral_clip", self.spectral_clip, 0.05, 20.0, "it counts singular values of random moves")
 
     def storage_for(self, storage: Storage) -> Storage:
         """Refuse a setting that this weight could only ignore; where there is memory, choose its encoding."""
@@ -126,7 +129,7 @@ class Rounding(Rule):
     @property
     def replays(self) -> bool:
         """What looks at whole matrices takes scratch of the votes' own size, which a recorded step would keep for itself."""
-        return not (self.orthogonalize or self.momentum_rank) and self.spectral_clip is None
+        return not (self.orthogonalize or self.momentum_rank)
 
     @property
     def follow(self) -> int:
@@ -158,15 +161,13 @@ class Rounding(Rule):
         return RoundingJob(weight.stored, weight.votes, storage, weight.key,
                            lr_scale(levels, storage.resolution, threshold or 0.0), weight.bound, threshold, self.follow,
                            weight.second_moment if runs else None, rescale_step=runs and not storage.memory_bits,
-                           rows=None if weight.part is None else weight.part.rows)
+                           rows=None if weight.part is None else weight.part.rows,
+                           warmup=WARMUP if self.warmup is None else self.warmup)
 
     def step(self, weights: Sequence[WeightStep], lr: float | Tensor) -> list[StepResult]:
         jobs = [self.job(weight) for weight in weights]
         whole = [number for number, weight in enumerate(weights) if weight.part is None]
-        if self.spectral_clip is None:
-            moved = dict(zip(whole, ops.round_many([jobs[number] for number in whole], lr), strict=True)) if whole else {}
-        else:  # each by a lr of its own
-            moved = {number: ops.round_many([jobs[number]], clipped(lr, weights[number].share))[0] for number in whole}
+        moved = dict(zip(whole, ops.round_many([jobs[number] for number in whole], lr), strict=True)) if whole else {}
         parts = [number for number in range(len(weights)) if number not in moved]
         moved |= zip(parts, _round_parts([(jobs[number], weights[number].part) for number in parts], lr), strict=True)
         results = [moved[number] for number in range(len(weights))]
@@ -175,13 +176,6 @@ class Rounding(Rule):
 
     def _keeps_second_moment(self, storage: Storage) -> bool:
         return storage.memory_bits > 0 or self.second_moment == "running"
-
-
-def clipped(lr: float | Tensor, share: Tensor | None) -> float | Tensor:
-    """lr times a share that may lie on a device, which the host does not wait for."""
-    if share is None:
-        return lr
-    return lr * share if share.is_cuda else float(lr) * float(share)
 
 
 def _round_parts(some: Sequence[tuple[RoundingJob, Part | None]], lr: float | Tensor) -> Iterator[Rounded]:

@@ -51,7 +51,6 @@ class WeightStep:
     fan_in: int | None = None  # how many products an output sums; None: as many as there are columns
     branches: int = 1  # how many layers' outputs are added to the residual stream that this one's is added to
     part: Part | None = None  # where `stored` and `votes` are some rows only; key and second_moment are of the whole
-    share: Tensor | None = None  # a float32 number by which its move is multiplied (rules/spectral.py)
 
     def levels(self) -> Tensor:
         """(rows, columns) int8."""
@@ -78,7 +77,6 @@ class Rule(Setting):
     lr_meaning: ClassVar[str] = "the learning rate"
     orthogonalize: ClassVar[bool] = False  # are the votes made orthogonal (rules/orthogonalize.py) before the step?
     momentum_rank: ClassVar[int] = 0  # of a running mean of votes that joins them (rules/momentum.py) before the step
-    spectral_clip: ClassVar[float | None] = None  # is a move that all points one way taken smaller (rules/spectral.py)?
 
     @property
     def replays(self) -> bool:

@@ -30,7 +30,6 @@ from gft.rules.orthogonalize import orthogonalized
 WORLD = 3
 STEPS = 4
 ORTHOGONALIZED = gft.Rounding(inertia=0.7, orthogonalize=True)
-CLIPPED = gft.Rounding(inertia=0.7, spectral_clip=0.3)
 JOINED = gft.Rounding(momentum_rank=3)
 
 
@@ -219,7 +218,6 @@ def scenarios(rank: int, folder: Path) -> dict:
     result["summed"] = summed_votes(rank, 12 * 127**2)
     result["shared out"] = shared_out_votes(rank)
     result["orthogonalize"] = end_of(*by_signs("rounding", (6, 5, 5), rule=ORTHOGONALIZED))
-    result["clipped"] = end_of(*by_signs("rounding", (6, 5, 5), rule=CLIPPED))
     result["joined"] = end_of(*by_signs("packed", (6, 5, 5), rule=JOINED))
     model, own = by_signs("rounding", (6, 5, 5))
     with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as collective:
@@ -312,7 +310,7 @@ def test_each_rank_orthogonalizes_some_layers_for_all(ranks):
 
 
 @pytest.mark.parametrize(("name", "way", "rule"), [
-    ("orthogonalize", "rounding", ORTHOGONALIZED), ("clipped", "rounding", CLIPPED), ("joined", "packed", JOINED)])
+    ("orthogonalize", "rounding", ORTHOGONALIZED), ("joined", "packed", JOINED)])
 def test_ranks_that_look_at_whole_matrices_take_the_same_steps(name, way, rule, ranks):
     model, own = by_signs(way, rule=rule)
     assert own.flips() > 0

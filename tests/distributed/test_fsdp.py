@@ -314,7 +314,7 @@ def refused(mesh: DeviceMesh, copies: DeviceMesh, folder: Path) -> dict:
         "dequantize": lambda: gft.dequantize_(model),
         "whole, as bytes": lambda: gft.GFT([{"params": gft.quantized(net(4, True)), "wire": "int8"}]),
         "another wire": lambda: gft.GFT([{"params": gft.quantized(net(4, True)), "wire": "int4"}]),
-        "clipped": lambda: gft.GFT(gft.quantized(model), rule=gft.Rounding(spectral_clip=1.0)),
+        "momentum": lambda: gft.GFT(gft.quantized(model), rule=gft.Rounding(momentum_rank=2)),
         "whole, in backward": lambda: gft.GFT(gft.quantized(net(4, True)), in_backward=True),
     }
     return {name: error_of(function) for name, function in tries.items()}
@@ -494,6 +494,6 @@ def test_what_cannot_work_says_what_to_do(ranks):
         assert "gft.quantize_ before it" in result["quantize"]
         assert "a model that is whole" in result["dequantize"]
         assert "in_backward=True" in result["whole, in backward"]
-        assert "spectral_clip looks at whole matrices" in result["clipped"]
+        assert "momentum_rank looks at whole matrices" in result["momentum"]
         assert "is for weights that fully_shard" in result["whole, as bytes"]
         assert "wire='int4'" in result["another wire"]

@@ -66,6 +66,23 @@ def test_weights_move_as_the_definition_says(backend, storage, shape, dtype, set
     assert_on_the_grid(expected, storage, shape[1])
 
 
+@pytest.mark.parametrize("step", [0, 1, 3, 5, 6, 7, 2**32 - 1])
+@pytest.mark.parametrize("settings", [{"warmup": 7}, {"warmup": 1}, {"warmup": 7, "threshold": None}], ids=str)
+def test_moves_grow_over_the_first_steps_alike_everywhere(backend, step, settings):
+    """Sevenths are no float32; and the step may be one that only the device knows."""
+    job = random_job(Storage(4), (9, 24), key=replace(KEY, step=step), **settings)
+    full = ops.rounding_plan.definition(replace(job, warmup=0, threshold=0.0), 0.3)[0]
+    plan, _ = ops.rounding_plan.definition(job, 0.3)
+    if job.threshold is not None:
+        assert plan.cap == pytest.approx(full.cap * min(1.0, (step + 1) / job.warmup), rel=1e-6)
+    for known in (step, torch.tensor(step, device=backend.device)):
+        there = on(backend.device, replace(job, key=replace(job.key, step=known)))
+        got, _ = backend.rounding_plan(there, 0.3)
+        assert float(got.cap) == plan.cap
+        assert float(got.threshold_share) == plan.threshold_share
+        assert torch.equal(got.row.cpu(), plan.row)
+
+
 @pytest.mark.parametrize("lr", [0.0, 2.0**-9, 1 / 16, 0.1249999, 0.125, 0.3, 0.5, 1.0, 1.9999999, 2.0, 7.0])
 def test_the_threshold_that_suits_a_move_is_the_same_everywhere(backend, lr):
     """At both ends of an octave, and for a lr that only the device knows."""

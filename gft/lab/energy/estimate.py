@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from gft.errors import UsageError
 from gft.lab.recipe import Integers
 from gft.layers import QuantLayer
-from gft.rules import momentum, spectral
+from gft.rules import momentum
 from gft.rules.matrices import newton_schulz_multiply_adds
 
 PICOJOULE = 1e-12
@@ -209,7 +209,6 @@ def whole_matrices_j(integers: Integers, shapes: Iterable[tuple[int, int]], node
     shapes = list(shapes)
     joules = orthogonalize_j(shapes, node) if integers.orthogonalize else 0.0
     macs = sum(momentum.multiply_adds(*shape, integers.momentum_rank) for shape in shapes) if integers.momentum_rank else 0
-    macs += sum(spectral.multiply_adds(*shape) for shape in shapes) if integers.spectral_clip is not None else 0
     return joules + mac_pj("fp32", node) * PICOJOULE * macs
 
 

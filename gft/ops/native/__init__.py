@@ -40,7 +40,7 @@ from gft.ops.native.interface import (
     filled,
 )
 from gft.ops.products import EXACT_IN_FLOAT32
-from gft.ops.rounding import CLIP, RoundingJob, RoundingPlan, share_of_newest, suited
+from gft.ops.rounding import CLIP, RoundingJob, RoundingPlan, share_of_newest, size_of_moves, suited
 from gft.ops.topk import TopKPlan
 from gft.philox import NoiseKey
 from gft.storage import Storage
@@ -263,7 +263,7 @@ def rounding_plan(job: RoundingJob, lr: float | Tensor) -> tuple[RoundingPlan, T
     checks.check_job(job, lr)
     if not checks.are_votes(job.votes) or (isinstance(lr, Tensor) and lr.is_cuda):
         return NotImplemented
-    size, threshold_share = suited((torch.as_tensor(lr, dtype=torch.float32) * job.lr_scale).item(), job.threshold)
+    size, threshold_share = suited(size_of_moves(job, lr), job.threshold)
     rows, columns = job.votes.shape
     by_row, by_column = sums_of_squares(job.votes, job.shift).split([rows, columns])
     row, column = (torch.empty(shape, dtype=torch.float32) for shape in ((rows, 1), (1, columns)))

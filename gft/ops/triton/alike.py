@@ -34,7 +34,7 @@ class Batch(NamedTuple):
 def kind_of(job: RoundingJob) -> Hashable:
     """What the jobs of one launch have in common."""
     return (job.votes.shape, job.votes.dtype, by_eights(job.stored, job.votes.shape[1]), job.running is None, job.shift,
-            job.storage, job.threshold, job.follow, job.rescale_step)
+            job.storage, job.threshold, job.follow, job.rescale_step, job.warmup)
 
 
 def by_eights(stored: Tensor, columns: int) -> bool:

@@ -64,8 +64,8 @@ def _squares_kernel(votes, sums, stride, rows, columns, shift, SHIFTED: tl.const
     tl.atomic_add(sums + 1, tl.sum(total & 0xFFFFFFFF), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["rows", "columns", "lr", "shift"])
-def _factors_kernel(sums, running, step, moments, factors, stride, rows, columns, lr, lr_scale, clip, shift,
+@triton.jit(do_not_specialize=["rows", "columns", "lr", "shift", "warmup"])
+def _factors_kernel(sums, running, step, moments, factors, stride, rows, columns, lr, lr_scale, warmup, clip, shift,
                     multiples, shares,  # rounding.suited
                     LR_ON_DEVICE: tl.constexpr, RUNNING: tl.constexpr, RESCALE_STEP: tl.constexpr,
                     SUITED: tl.constexpr, MOST_HALVINGS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
@@ -76,7 +76,9 @@ def _factors_kernel(sums, running, step, moments, factors, stride, rows, columns
     sums, moments, factors = sums + layer * stride, moments + layer * stride, factors + layer * stride
     if LR_ON_DEVICE:
         lr = tl.load(lr)
-    size = tl.full((BLOCK,), lr, tl.float32) * pick(lr_scale, layer)
+    count = tl.load(step) + 1
+    grown = tl.minimum(count.to(tl.float64) / warmup.to(tl.float64), 1.0).to(tl.float32)  # rounding.share_of_warmup
+    size = tl.full((BLOCK,), lr, tl.float32) * pick(lr_scale, layer) * grown
     threshold_share = tl.zeros((BLOCK,), tl.float32)
     if SUITED:
         rms, multiple = size, tl.full((BLOCK,), 1.0, tl.float32)
@@ -99,7 +101,6 @@ def _factors_kernel(sums, running, step, moments, factors, stride, rows, columns
     if RUNNING:
         running = pick(running, layer)
         share = tl.full((1,), 1.0, tl.float64)
-        count = tl.load(step) + 1
         for halvings in tl.static_range(1, MOST_HALVINGS + 1):
             share = tl.where(count >= 1 << halvings, 0.5**halvings, share)
         old = tl.load(running + place, mask=place <= rows + columns, other=0.0).to(tl.float64)
@@ -175,8 +176,8 @@ def factors_of(jobs: Sequence[RoundingJob],  # of one kind, their votes contiguo
     _launch_factors((len(scales), len(running), stride, *constants.values()),
                     (triton.cdiv(rows + columns + 2, FACTORS_BLOCK), len(votes), 1),
                     (sums, padded(running), on_device(step, first), moments, factors, stride, rows, columns,
-                     on_device(lr, first) if isinstance(lr, Tensor) else float(lr), scales, CLIP, job.shift,
-                     MULTIPLES[1:], SHARES), constants, **launched_early(early))
+                     on_device(lr, first) if isinstance(lr, Tensor) else float(lr), scales, max(job.warmup, 1),
+                     CLIP, job.shift, MULTIPLES[1:], SHARES), constants, **launched_early(early))
     return factors, moments
 
 
