@@ -138,10 +138,11 @@ def size_of_moves(job: RoundingJob, lr: float | Tensor) -> float | Tensor:
     return size if size.is_cuda else size.item()
 
 
-def share_of_warmup(step: int | Tensor, warmup: int) -> Tensor:
+def share_of_warmup(step: int | Tensor, warmup: int) -> float | Tensor:
     """Which share of their full size the moves of step 0, 1, 2, … have. Divided in float64, as all devices do alike."""
-    steps = torch.as_tensor(step).double() + 1.0
-    return (steps / warmup).clamp_max(1.0).float()
+    if isinstance(step, Tensor):
+        return ((step.double() + 1.0) / warmup).clamp_max(1.0).float()
+    return min(1.0, (step + 1) / warmup)
 
 
 def suited(size: float | Tensor,  # the rms move in 1/65536 of a stored value: a float32; a tensor: on a GPU

@@ -84,8 +84,7 @@ class Rounding(Rule):
         with a gradient. Learns faster where a step has many tokens; costs products of the layer's size cubed, and devices no
         longer give the same bits (ranks do).
     momentum_rank: Packed: how many directions of a running mean of the votes are kept, 4 B a row and a column each; half of
-        what moves the weights is that mean. 0: none. With 16 packed ternary weights come near those with a byte of memory
-        in our trials.
+        what moves the weights is that mean. 0: none. With 16 packed language models learn more in our trials.
     warmup: Over how many first steps of the optimizer moves grow evenly to what lr says: 100 by default, 0 for none. It
         comes on top of any schedule of lr, and one lr then serves short trainings and small batches, too.
     """

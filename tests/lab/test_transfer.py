@@ -24,7 +24,7 @@ def test_every_rate_is_trained_and_the_table_marks_the_best_and_how_far_the_defa
     assert tuning_of("transfer") is TRANSFER
     TRANSFER.tune(tmp_path, ["gft-4bit"], ["64x4"], ["lr=0,0.2", "steps=2,3"], SMALL, device="cpu")
     TRANSFER.tune(tmp_path, ["gft-4bit"], ["64x4"], ["lr=0.2", "own_warmup=0"], SMALL, device="cpu")
-    header, _, without, *lines, _, about = pages.transfer(tmp_path).splitlines()
+    header, _, *lines, without, _, about = pages.transfer(tmp_path).splitlines()
     assert "| tokens a step | steps | lr 0 | lr 0.2 |" in header
     for line, steps in zip(lines, ("2", "3"), strict=True):
         cells = [cell.strip() for cell in line.strip("|").split("|")]
