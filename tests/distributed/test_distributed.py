@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import no_warmup  # noqa: F401
 import pytest
 import torch
 import torch.distributed as dist

@@ -9,6 +9,7 @@ import multiprocessing
 from pathlib import Path
 from unittest import mock
 
+import no_warmup  # noqa: F401
 import pytest
 import torch
 import torch.distributed as dist

@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
+import no_warmup  # noqa: F401
 import pytest
 import torch
 import torch.distributed as dist
