@@ -68,7 +68,8 @@ def assert_equal(one: dict, other: dict) -> None:
 WAYS = {
     "topk": ({"rule": gft.TopK(p_min=0.02), "lr": 0.4}, {"bits": 3, "memory": False}),
     "rounding": ({"rule": gft.Rounding(inertia=0.7), "lr": 0.3}, {"bits": 4, "memory": True}),
-    "packed": ({"rule": gft.Rounding(threshold=0.9, second_moment="running"), "lr": 0.5}, {"bits": 2, "memory": False}),
+    "packed": ({"rule": gft.Rounding(threshold=0.9, second_moment="running", warmup=2), "lr": 0.5},
+               {"bits": 2, "memory": False}),
 }
 PARTS = {"even": (8, 8), "uneven": (1, 5, 10), "one empty": (6, 0, 10)}
 

@@ -42,9 +42,10 @@ SHAPES = ((6, 25), (25, 24), (24, 3), (3, 5))
 
 # Settings, and the form of the weights: neither default nor zero.
 WAYS = {
-    "memory": ({"rule": gft.Rounding(inertia=0.7), "lr": 0.3}, {"bits": 4, "memory": True}),
+    "memory": ({"rule": gft.Rounding(inertia=0.7, warmup=2), "lr": 0.3}, {"bits": 4, "memory": True}),
     "signs": ({"rule": gft.Rounding(inertia=0.7), "lr": 0.3, "vote": gft.Sign()}, {"bits": 2, "memory": True, "gain": True}),
-    "packed": ({"rule": gft.Rounding(threshold=0.9, second_moment="running"), "lr": 0.5}, {"bits": 2, "memory": False}),
+    "packed": ({"rule": gft.Rounding(threshold=0.9, second_moment="running", warmup=2), "lr": 0.5},
+               {"bits": 2, "memory": False}),
     "spare bits": ({"rule": gft.Rounding(threshold=0.4), "lr": 0.5, "vote": gft.Int4()}, {"bits": 3, "memory": False}),
     "topk": ({"rule": gft.TopK(p_min=0.02), "lr": 0.4}, {"bits": 3, "memory": False}),
 }
