@@ -123,8 +123,10 @@ def _reproduce(wanted: Mapping[str, Sequence[Recipe]], folders: Mapping[str, Pat
     finished = {table: read_lines(folders[table]) for table in wanted}
     missing = {table: missing_of(recipes, folders[table], finished[table], seeds) for table, recipes in wanted.items()}
     for table in wanted:
-        write_json(folders[table] / "about.json", {"title": TITLES[table] + SUBTITLES[asked.variant],
-                                                   "command": f"gft reproduce {table} {asked.options}".strip()})
+        command = f"gft reproduce {table} {asked.options}".strip()
+        if {name for name, _ in finished[table]} - {recipe.name for recipe in wanted[table]}:
+            command = _after_earlier(folders[table] / "about.json", command)
+        write_json(folders[table] / "about.json", {"title": TITLES[table] + SUBTITLES[asked.variant], "command": command})
     written = {table: write_table(folders[table]) for table, left in missing.items() if not left}
     unfinished, stopped = {table: len(left) for table, left in missing.items()}, []
     total = sum(seeds_of(recipe, seeds) for recipes in wanted.values() for recipe in recipes)
@@ -141,6 +143,14 @@ def _reproduce(wanted: Mapping[str, Sequence[Recipe]], folders: Mapping[str, Pat
                 write_table(folders[table])
         raise TrainingError(f"{len(stopped)} of {total} runs stopped and the others are done; the first is {stopped[0]}")
     return {table: written[table] for table in wanted}
+
+
+def _after_earlier(about: Path, command: str) -> str:
+    """What makes a table that keeps rows which this command does not name: those that made them, then this one."""
+    if not about.exists():
+        return command
+    earlier = read_object(about, {"command": "text"})["command"]
+    return earlier if command in earlier.split(" && ") else f"{earlier} && {command}"
 
 
 def missing_of(recipes: Sequence[Recipe], folder: Path, lines: Mapping[tuple[str, int], Line],

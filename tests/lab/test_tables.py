@@ -127,6 +127,17 @@ def kill_worker(name: str) -> None:
     os.kill(found[0].pid, signal.SIGKILL)
 
 
+def test_a_table_made_in_parts_names_all_commands_that_made_it(tmp_path):
+    names = []
+    for row in ("depth-2", "depth-3", "depth-2", "depth"):
+        tables.reproduce({"depth": tmp_path}, seeds=1, rows=[row], settings=[*SETTINGS, "steps=1"], device="cpu")
+        names.append(json.loads((tmp_path / "about.json").read_text())["command"].split(" && "))
+    two, three, again, all_of_it = names
+    assert three == again == [*two, two[0].replace("depth-2", "depth-3")]
+    assert all_of_it == [two[0].replace("depth-2", "depth")]
+    assert " && ".join(all_of_it) in (tmp_path / "table.md").read_text()
+
+
 def test_rows_that_no_table_has_are_refused(tmp_path, refuses):
     with refuses(UsageError, "--rows depth-4 names no row of depth, mnist-vit"):
         tables.reproduce({"depth": tmp_path / "a", "mnist-vit": tmp_path / "b"}, rows=["depth-4"])
