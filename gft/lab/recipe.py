@@ -380,9 +380,8 @@ def dotted(config: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-DEFAULTS = dotted(Recipe("", "", "", None).config())
-# What a setting counts as in results of a time before it: its default, by which it changed nothing, but for these.
-IN_OLDER = DEFAULTS | {"integers.own_warmup": 0}
+# What a setting counts as in results of a time before it: its default, by which it changed nothing, but for the last.
+IN_OLDER = dotted(Recipe("", "", "", None).config()) | {"integers.own_warmup": 0}
 
 
 # ---------------------------------------------------------------------------------------------------- key=value

@@ -31,7 +31,7 @@ from gft.rules.orthogonalize import orthogonalized
 WORLD = 3
 STEPS = 4
 ORTHOGONALIZED = gft.Rounding(inertia=0.7, orthogonalize=True)
-JOINED = gft.Rounding(momentum_rank=3)
+WITH_MOMENTUM = gft.Rounding(momentum_rank=3)
 
 
 def batches_of(steps: int = STEPS, size: int = 16) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -220,7 +220,7 @@ def scenarios(rank: int, folder: Path) -> dict:
     result["summed"] = summed_votes(rank, 12 * 127**2)
     result["shared out"] = shared_out_votes(rank)
     result["orthogonalize"] = end_of(*by_signs("rounding", (6, 5, 5), rule=ORTHOGONALIZED))
-    result["joined"] = end_of(*by_signs("packed", (6, 5, 5), rule=JOINED))
+    result["momentum"] = end_of(*by_signs("packed", (6, 5, 5), rule=WITH_MOMENTUM))
     model, own = by_signs("rounding", (6, 5, 5))
     with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as collective:
         go_on(model, own, batches_of()[:1], (6, 5, 5))
@@ -312,7 +312,7 @@ def test_each_rank_orthogonalizes_some_layers_for_all(ranks):
 
 
 @pytest.mark.parametrize(("name", "way", "rule"), [
-    ("orthogonalize", "rounding", ORTHOGONALIZED), ("joined", "packed", JOINED)])
+    ("orthogonalize", "rounding", ORTHOGONALIZED), ("momentum", "packed", WITH_MOMENTUM)])
 def test_ranks_that_look_at_whole_matrices_take_the_same_steps(name, way, rule, ranks):
     model, own = by_signs(way, rule=rule)
     assert own.flips() > 0
