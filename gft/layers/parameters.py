@@ -86,7 +86,7 @@ def dense(model: nn.Module) -> list[nn.Parameter]:
 
 def gains(model: nn.Module) -> list[nn.Parameter]:
     """The gains that are trained, for a param group of their own; `dense` has them among the others. A gain moves all of a
-    layer, so it learns at the rate of hidden matrices. Where embedding and head learn faster than those, gains must not:
+    layer, so at 4 bits it learns best at the rate of hidden matrices, where embedding and head learn faster than those:
 
         own = {id(gain) for gain in gft.gains(model)}
         torch.optim.AdamW([{"params": [one for one in gft.dense(model) if id(one) not in own], "lr": 1e-2},

@@ -29,8 +29,8 @@ the same mean move, with P the share of Gaussian votes beyond t, their sum is
 which is least at some t that falls with r: ops.rounding.SUITED.
 
 Moves grow to their full size over the first `warmup` steps, whatever lr does. However small or large votes are, they are
-normalised; and those of first steps agree from sample to sample, so that a layer's move is of nearly one direction and does
-sqrt(inputs) times to its output what a later one does.
+normalised; and those of first steps agree from sample to sample, so that a layer's move lies in few directions and changes
+its output by far more than a later one of its size.
 
 From lr to a moved weight:  GFT.step -> Rounding.step -> lr_scale (below) -> ops.rounding_plan -> ops.round_weights.
 """
