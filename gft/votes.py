@@ -110,7 +110,11 @@ def fixed_point_factors(vote: Vote, rms: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------------------------- counting
 
 
-def count_votes(x: Tensor | ops.Unfolded,  # (n, in) int8
+# What votes are cast on: x; the patches of images; or images whose patches are not made, or along one dimension alone.
+Seen = Tensor | ops.RowPatches | ops.Unfolded
+
+
+def count_votes(x: Seen,  # (n, in) int8
                 grad_output: Tensor,  # (n, out) int8
                 largest: int,
                 into: Tensor | None = None,
@@ -122,6 +126,11 @@ def count_votes(x: Tensor | ops.Unfolded,  # (n, in) int8
         if into is None and dtype is torch.int64:
             into = x.new_zeros(grad_output.shape[1], x.shape[1], dtype=dtype)
         return ops.votes_product(grad_output, x, into, means)
+    if isinstance(x, ops.RowPatches):
+        if into is None:
+            columns = x.made.shape[1] * x.window.kernel[0]
+            into = grad_output.new_zeros(grad_output.shape[1], columns, dtype=dtype)
+        return ops.row_votes(grad_output, x.made, x.window, into, means)
     for one in means:
         ops.take_mean(*one)
     if isinstance(x, ops.Unfolded):
@@ -147,7 +156,7 @@ def apply_literal_mask(votes: Tensor,  # (out, in): sum of s = q(grad_output) q(
 # Quantized grad_output (n, out) -> (rows of the weight, x (n, in) int8, grad_output (n, those rows) int8), piece by piece.
 # Or for groups of rows, each with an x of its own: (all rows, x (groups, n, in), grad_output (groups, n, rows of a group)).
 # Or where each of many groups is one channel: (all rows, images and how the kernel moves over them, grad_output (n, out)).
-Pieces = Callable[[Tensor], Iterable[tuple[slice, Tensor | ops.Unfolded, Tensor]]]
+Pieces = Callable[[Tensor], Iterable[tuple[slice, Seen, Tensor]]]
 
 
 class Along(NamedTuple):
@@ -328,7 +337,7 @@ class VoteAccumulator:
             self._share_out(total, tokens)
         return projection
 
-    def _along(self, votes: Tensor, rows: slice, along: Along, x_piece: Tensor | ops.Unfolded,
+    def _along(self, votes: Tensor, rows: slice, along: Along, x_piece: Seen,
                shape: tuple[int, int]) -> Tensor:
         """What `along` asks for of some rows' votes."""
         of_rows, of_columns = (self._factors_of(which, self.vote) for which in ("grad_rms", "x_rms"))
@@ -338,7 +347,11 @@ class VoteAccumulator:
             of_rows, of_columns = of_columns, of_rows
         if votes.shape == shape == (len(of_rows), len(of_columns)):  # a linear layer
             return ops.along_levels(votes, along.weight, of_rows, of_columns, along.slope)
-        groups = x_piece.groups if isinstance(x_piece, ops.Unfolded) else len(x_piece) if x_piece.dim() == 3 else 1
+        groups = 1
+        if isinstance(x_piece, ops.Unfolded):
+            groups = x_piece.groups
+        elif isinstance(x_piece, Tensor) and x_piece.dim() == 3:
+            groups = len(x_piece)
         first, size, parts = rows.start or 0, len(votes) // groups, []
         for group in range(groups):
             of_group, here = slice(first + group * size, first + (group + 1) * size), slice(group * size, None)
@@ -376,7 +389,7 @@ class VoteAccumulator:
         """Do votes depend on the weight they are cast on?"""
         return isinstance(self.vote, Sign) and self.vote.literal_mask
 
-    def _count(self, x: Tensor | ops.Unfolded, grad_output: Tensor, sequence: int,
+    def _count(self, x: Seen, grad_output: Tensor, sequence: int,
                means: Sequence[ops.MeanSquare]) -> tuple[Tensor, Tensor | None]:
         """Votes, and for the literal mask how many of them there were. Mean squares are taken in passing, where they can."""
         if not isinstance(self.vote, Sign):
@@ -387,6 +400,8 @@ class VoteAccumulator:
             if self.vote.per == "token" and not self.vote.literal_mask:
                 return count_votes(x, grad_output, self.vote.largest), None
             x, grad_output = x.by_group(grad_output)
+        if isinstance(x, ops.RowPatches):
+            x = x.whole()
         if x.dim() == 3 and (self.vote.per == "sequence" or self.vote.literal_mask):
             parts = [self._count(one_x, one_grad, sequence, ()) for one_x, one_grad in zip(x, grad_output, strict=True)]
             counts = [count for _, count in parts if count is not None]

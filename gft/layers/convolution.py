@@ -21,6 +21,7 @@ from gft.errors import UsageError, UsageTypeError
 from gft.layers.layer import QuantLayer, give_back, take_over
 from gft.product import convolve, memory_format_of
 from gft.storage import Storage
+from gft.votes import Seen
 
 
 class QuantConvolution(QuantLayer):
@@ -33,6 +34,7 @@ class QuantConvolution(QuantLayer):
 
     # Patches repeat each input kernel-size times; this many elements of them at once bound the scratch.
     UNFOLDED_AT_ONCE = 1 << 27
+    UNFOLDS_BY_ROWS_ON = "cuda"  # whose kernel reads such patches as they are
     GROUPS_TOGETHER = 8  # so many groups or more (depthwise) are one batched product, fewer a product each
 
     def __init__(self, in_channels: int, out_channels: int, kernel_size: int | Sequence[int], bits: int = 4, *,
@@ -123,14 +125,19 @@ class QuantConvolution(QuantLayer):
                           tuple(self.dilation))
 
     def vote_pieces(self, x: Tensor, x_shape: torch.Size,
-                    grad: Tensor) -> Iterator[tuple[slice, Tensor | ops.Unfolded, Tensor]]:
+                    grad: Tensor) -> Iterator[tuple[slice, Seen, Tensor]]:
         window, columns, rows = self._window(x_shape), self.columns, self.rows // self.groups
         # What patches are taken of, and what meets them position by position.
         images, single = (grad, x) if self.transposed else (x, grad)
         together = self.groups >= self.GROUPS_TOGETHER
         depthwise, itself = together and columns == window.places, window.sees_one_place
         most = max(len(images) * images.shape[1] * window.places, 1) if itself else self.UNFOLDED_AT_ONCE
-        for some, some_single in window.split(images, single, most * (window.places if depthwise else 1)):
+        by_rows = window.by_rows() if self.groups == 1 and images.device.type == self.UNFOLDS_BY_ROWS_ON else None
+        fewer = window.places if depthwise else window.places // by_rows.places if by_rows is not None else 1
+        for some, some_single in window.split(images, single, most * fewer):
+            if by_rows is not None:
+                yield slice(None), ops.RowPatches(ops.patches(some, by_rows), window), some_single
+                continue
             if depthwise:
                 yield slice(None), ops.Unfolded(some, window), some_single
                 continue

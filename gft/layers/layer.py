@@ -32,7 +32,7 @@ from gft.layers.registry import register
 from gft.product import CompiledProduct, Product, handle_of, kept_as
 from gft.sharding import all_rows, handed_out, is_sharded, of_first_rank, own_rows
 from gft.storage import HALF, Storage, field_bits, unpack_fields
-from gft.votes import VoteAccumulator
+from gft.votes import Seen, VoteAccumulator
 
 
 def exporting() -> bool:
@@ -206,7 +206,7 @@ class QuantLayer(nn.Module):
         raise NotImplementedError
 
     def vote_pieces(self, x: Tensor, x_shape: torch.Size,
-                    grad: Tensor) -> Iterator[tuple[slice, Tensor | ops.Unfolded, Tensor]]:
+                    grad: Tensor) -> Iterator[tuple[slice, Seen, Tensor]]:
         """Quantized x (n, inputs) and grad_output (positions, out) -> the products whose sum is the votes (votes.Pieces)."""
         raise NotImplementedError
 

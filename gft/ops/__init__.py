@@ -2,7 +2,7 @@
 
     activations   quantize, take_mean                            x, grad_output -> int8; their mean squares
     prepare       read_and_quantize, preparer                    the first two of these and of levels, in one launch
-    windows       patches, depthwise_votes                       int8 images -> what a kernel saw of them; their votes
+    windows       patches, row_votes, depthwise_votes            int8 images -> what a kernel saw of them; their votes
     products      votes_product, sequence_votes                  int8 -> votes
                   along_levels, linear                           votes · weight; x, stored weight -> y
     lowprecision  round_tokens, multiply_tokens                  the same product of 8-bit numbers
@@ -41,12 +41,13 @@ from gft.ops.rounding import (
     sums_of_squares,
 )
 from gft.ops.topk import TopKPlan, kth_largest, topk_plan, topk_plan_of_rows, topk_weights
-from gft.ops.windows import Unfolded, Window, depthwise_votes, patches
+from gft.ops.windows import RowPatches, Unfolded, Window, depthwise_votes, patches, row_votes
 
 __all__ = ["FEW_ROWS", "FP8", "INT8", "PLAIN", "MeanSquare", "Operation", "Preparer", "Quantized", "Rounded", "RoundingJob",
-           "RoundingPlan", "Scaling", "StoredWeight", "Tokens", "TopKPlan", "Unfolded", "Window", "along_levels",
-           "depthwise_votes", "float_levels", "grouped_votes_product", "kth_largest", "linear", "mean_square", "multiply",
-           "multiply_tokens", "pack_fields", "patches", "preparer", "quantize", "read_and_quantize", "round_many",
-           "round_some_rows", "round_tokens", "round_weights", "rounding_plan", "runs_of", "sequence_votes",
-           "sequence_votes_and_counts", "sums_of_squares", "take_mean", "times_factors", "tokens_last", "topk_plan",
-           "topk_plan_of_rows", "topk_weights", "twins", "unpack_fields", "votes_product"]
+           "RoundingPlan", "RowPatches", "Scaling", "StoredWeight", "Tokens", "TopKPlan", "Unfolded", "Window",
+           "along_levels", "depthwise_votes", "float_levels", "grouped_votes_product", "kth_largest", "linear",
+           "mean_square", "multiply", "multiply_tokens", "pack_fields", "patches", "preparer", "quantize",
+           "read_and_quantize", "round_many", "round_some_rows", "round_tokens", "round_weights", "rounding_plan",
+           "row_votes", "runs_of", "sequence_votes", "sequence_votes_and_counts", "sums_of_squares", "take_mean",
+           "times_factors", "tokens_last", "topk_plan", "topk_plan_of_rows", "topk_weights", "twins", "unpack_fields",
+           "votes_product"]

@@ -1,22 +1,27 @@
 """What the kernel of a convolution looks at: patches of quantized images, which the votes' product takes as its x.
 
 A patch is what one position of the output saw, (channels · kernel) integers. So patches repeat each input as often as the
-kernel has places; they are made for some images at a time.
+kernel has places; they are made for some images at a time. On a GPU most are made along the width alone, where a kernel of
+3 × 3 repeats an input three times: its rows look at the same patches, one or two rows of them further on (`RowPatches`).
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product as every
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gft.ops.activations import MeanSquare
 from gft.ops.operation import operation
-from gft.ops.products import grouped_votes_product
+from gft.ops.products import grouped_votes_product, votes_product
 
 ALIGNED = 16  # bytes: images are split where a copy of so many may begin
 UNFOLDED_AT_ONCE = 1 << 25  # elements of patches: the scratch of `depthwise_votes`
+POSITIONS_A_STEP = 64  # of one image, that a product along rows takes at once
+COLUMNS_A_LOAD = 8  # that lie together wherever such a step begins
 
 
 class Window(NamedTuple):
@@ -38,6 +43,18 @@ class Window(NamedTuple):
     def sees_one_place(self) -> bool:
         """Does each position see itself and nothing else? Images are their own patches then."""
         return self.places == 1 and not any(self.padding) and max(self.stride) == 1 and self.sizes == self.positions
+
+    def by_rows(self) -> "Window | None":
+        """The window that sees one row of the kernel, at each row of the image and of its edge that any of them sees. None
+        where the kernel has one row or stops at every other one, or where rows and images of the output are not whole steps
+        of the product that reads such patches (triton/votes.py)."""
+        if len(self.sizes) != 2 or self.kernel[0] == 1 or self.stride[0] > 1:
+            return None
+        (height, width), (down, across) = self.positions, self.kernel
+        if height * width % POSITIONS_A_STEP or width % COLUMNS_A_LOAD:
+            return None
+        rows = height + (down - 1) * self.dilation[0]
+        return self._replace(positions=(rows, width), kernel=(1, across), dilation=(1, self.dilation[1]))
 
     def in_three_dimensions(self) -> "Window":
         """The same with a depth, and a height, of 1 where there is none."""
@@ -77,6 +94,20 @@ class Unfolded(NamedTuple):
         return made, single.unflatten(1, (self.groups, single.shape[1] // self.groups)).transpose(0, 1)
 
 
+class RowPatches(NamedTuple):
+    """Patches that are made along the width alone."""
+
+    made: Tensor  # (n · rows, with those of the edge · positions of a row, channels · kernel's width) int8
+    window: Window  # the whole one
+
+    def whole(self) -> Tensor:  # (n · positions, channels · kernel) int8
+        """The patches that they stand for."""
+        (height, width), (down, across), further = self.window.positions, self.window.kernel, self.window.dilation[0]
+        rows = self.made.unflatten(0, (-1, height + (down - 1) * further, width)).unflatten(3, (-1, across))
+        by_row = [rows[:, row * further : row * further + height] for row in range(down)]
+        return torch.stack(by_row, 4).flatten(0, 2).flatten(1)
+
+
 @operation
 def patches(images: Tensor,  # (n · sizes, channels) int8
             window: Window) -> Tensor:  # (n · positions, channels · kernel) int8
@@ -102,3 +133,13 @@ def depthwise_votes(single: Tensor,  # (n · positions, rows) int8
         x, rows = Unfolded(some_images, window).by_group(some)
         into += grouped_votes_product(rows, x, into.dtype).flatten(0, 1)
     return into
+
+
+@operation
+def row_votes(single: Tensor,  # (n · positions, rows) int8
+              made: Tensor,  # RowPatches.made
+              window: Window,
+              into: Tensor,  # (rows, channels · kernel) int32 or int64 -> itself
+              means: Sequence[MeanSquare] = ()) -> Tensor:  # taken in passing
+    """Add the votes of a convolution, single^T · patches, from patches that are made along the width alone."""
+    return votes_product(single, RowPatches(made, window).whole(), into, means)

@@ -91,6 +91,60 @@ def test_depthwise_votes_are_the_definitions(triton_twins, case):
     assert torch.equal(into.cpu(), wanted)
 
 
+BY_ROWS = {
+    "steps of 64 in images of 128": (3, 2, Window((16, 8), (16, 8), (3, 3), (1, 1), (1, 1), (1, 1))),
+    "an image is one step": (5, 3, Window((8, 8), (8, 8), (3, 3), (1, 1), (1, 1), (1, 1))),
+    "steps of 128, dilated, columns at a stride": (2, 2, Window((18, 31), (16, 16), (2, 3), (1, 2), (1, 1), (3, 1))),
+    "more columns than a tile": (2, 15, Window((8, 16), (8, 16), (3, 3), (1, 1), (1, 1), (1, 1))),
+    "padded beyond the kernel, many steps": (9, 1, Window((2, 8), (8, 16), (3, 5), (1, 1), (4, 6), (1, 1))),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("case", BY_ROWS)
+def test_rows_of_a_kernel_read_the_same_patches(triton_twins, case, dtype):
+    count, channels, window = BY_ROWS[case]
+    images = random_images(count, channels, window)
+    single = random_images(count, 5, window._replace(sizes=window.positions), seed=4)
+    rows = window.by_rows()
+    made = ops.patches.definition(images, rows)
+    whole = ops.patches.definition(images, window)
+    assert torch.equal(ops.RowPatches(made, window).whole(), whole)
+    before = torch.randint(-99, 99, (5, channels * window.places), dtype=dtype)
+    wanted = before + single.int().T @ whole.int()
+    assert torch.equal(ops.row_votes.definition(single, made, window, before.clone()), wanted)
+    made = triton_twins.patches(images.to(triton_twins.device), rows)
+    into, squares = before.clone().to(made.device), torch.rand(2, 7, device=made.device)
+    mean = ops.MeanSquare(squares, len(single), torch.zeros(7, device=made.device), False)
+    for means in ((), (mean, mean)):
+        into.copy_(before)
+        assert triton_twins.row_votes(single.to(made.device), made, window, into, means) is into
+        assert torch.equal(into.cpu(), wanted)
+    assert torch.allclose(mean.mean, squares.sum(0) / len(single))
+
+
+@windows
+def test_only_whole_steps_are_read_by_rows(case):
+    """By which the product's loads begin at whole words, and no step reaches into the next image."""
+    window = WINDOWS[case][2]
+    assert window.by_rows() is None
+    assert window._replace(positions=(64,) * len(window.sizes), stride=(2,) * len(window.sizes)).by_rows() is None
+
+
+def test_patches_of_rows_that_do_not_belong_to_the_positions_are_refused(triton_twins, refuses):
+    window = BY_ROWS["an image is one step"][2]
+    q = torch.zeros(160, 3, dtype=torch.int8, device=triton_twins.device)
+    into = torch.zeros(3, 9, dtype=torch.int32, device=triton_twins.device)
+    with refuses(UsageError, "160 patches of rows on .* and 160 positions on .* are not of images of 8 × 8 positions"):
+        triton_twins.row_votes(q, q, window, into)
+    with refuses(UsageError, "the votes to add to must be 3 × 9"):
+        triton_twins.row_votes(q[:128], q, window, into[:2])
+    made = tokens_last(q)
+    assert triton_twins.row_votes(q[:128], q, window, into) is NotImplemented  # not positions side by side
+    assert triton_twins.row_votes(q[:128], made.int(), window, into) is NotImplemented
+    assert triton_twins.row_votes(q[:128], made, window, into) is into
+
+
 def test_windows_over_what_is_not_images_are_refused(triton_twins, refuses):
     window = WINDOWS["3×3, rows of 7"][2]
     q = torch.zeros(50, 3, dtype=torch.int8, device=triton_twins.device)
@@ -189,6 +243,8 @@ def test_c_leaves_weights_that_are_channels_last_to_the_definition(c_twins):
 
 LAYERS = {
     "3×3": lambda: gft.QuantConv2d(3, 6, 3, padding=1),
+    "by rows": lambda: gft.QuantConv2d(3, 6, 3, padding=1),
+    "by rows, transposed": lambda: gft.QuantConvTranspose2d(3, 6, 3, padding=1),
     "1×1": lambda: gft.QuantConv2d(3, 6, 1),
     "two groups": lambda: gft.QuantConv2d(4, 6, 3, groups=2),
     "eight groups": lambda: gft.QuantConv2d(16, 8, 2, groups=8),
@@ -198,7 +254,8 @@ LAYERS = {
 }
 
 
-SIGNS = [("depthwise", gft.Sign()), ("3×3", gft.Sign(per="sequence"))]
+SIGNS = [("depthwise", gft.Sign()), ("3×3", gft.Sign(per="sequence")), ("by rows", gft.Sign()),
+         ("by rows", gft.Sign(per="sequence"))]
 
 
 @pytest.mark.parametrize(("kind", "vote"), [*((kind, gft.Int8()) for kind in LAYERS), *SIGNS], ids=str)
@@ -210,15 +267,17 @@ def test_a_layer_casts_the_same_votes_through_tritons_twins(triton_twins, kind, 
         layer = LAYERS[kind]()
         layer.UNFOLDED_AT_ONCE = 500
         optimizer = gft.GFT(gft.quantized(layer), vote=vote)
-        device = triton_twins.device if through_triton else "cpu"
+        device = torch.device(triton_twins.device if through_triton else "cpu")
         layer.to(device)
+        sizes = (8, 8) if kind.startswith("by rows") else (3, 4)
+        layer.UNFOLDS_BY_ROWS_ON = device.type if through_triton else "none"
         with monkeypatch.context() as patch:
             if through_triton:
                 patch.setattr("gft.ops.operation.twins", lambda _: triton_twins.twins)
             for number in range(2):
                 generator = torch.Generator().manual_seed(number)
                 # Whole numbers, which layers on both devices round and multiply alike.
-                x = torch.randint(-3, 4, (2, layer.in_channels, 3, 4), generator=generator).float().to(device)
+                x = torch.randint(-3, 4, (2, layer.in_channels, *sizes), generator=generator).float().to(device)
                 x = x.to(memory_format=torch.channels_last)
                 y = layer(x)
                 y.backward(torch.randint(-3, 4, y.shape, generator=generator).float().to(device))

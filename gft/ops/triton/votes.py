@@ -1,10 +1,10 @@
 """The votes: int8 products on tensor cores, exact in int32."""
 
+import math
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -12,10 +12,10 @@ from torch import Tensor
 from gft.errors import UsageError
 from gft.ops import checks
 from gft.ops.activations import MeanSquare, take_mean
-from gft.ops.products import EXACT_IN_INT32
 from gft.ops.triton.activations import mean_of_runs
 from gft.ops.triton.grids import MOST
 from gft.ops.triton.launch import Launcher
+from gft.ops.windows import ALIGNED, COLUMNS_A_LOAD, POSITIONS_A_STEP, Window
 
 MEANS = 128  # features whose mean square one program takes
 PROGRAMS = 264  # fill a GPU, two a multiprocessor
@@ -57,8 +57,11 @@ def tile_of(program, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, G
 
 @triton.jit
 def _votes_tile(program, grad_output, x, votes, rows, columns, tokens, grad_stride, x_stride, steps,
-                EVEN: tl.constexpr, SPLIT: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-                TOKENS: tl.constexpr, GROUP: tl.constexpr):
+                firsts, steps_an_image, edge,
+                EVEN: tl.constexpr, SPLIT: tl.constexpr, ADD: tl.constexpr, BY_ROWS: tl.constexpr, ROWS: tl.constexpr,
+                COLUMNS: tl.constexpr, TOKENS: tl.constexpr, GROUP: tl.constexpr):
+    """With BY_ROWS, x is what RowPatches holds: a column's first token lies where `firsts` says, and after the steps of an
+    image come as many bytes of its edge, which are passed over."""
     first_row, first_column = tile_of(program, rows, columns, ROWS, COLUMNS, GROUP)
     group = tl.program_id(2).to(tl.int64)  # of those that have rows and columns of their own
     grad_output, x = grad_output + group * rows * grad_stride, x + group * columns * x_stride
@@ -69,17 +72,25 @@ def _votes_tile(program, grad_output, x, votes, rows, columns, tokens, grad_stri
     row_live, column_live = row < rows, column < columns
     start = (first * TOKENS + token)[None, :]
     from_grad = grad_output + tl.where(row_live, row, 0).to(tl.int64)[:, None] * grad_stride + start
-    from_x = x + tl.where(column_live, column, 0).to(tl.int64)[:, None] * x_stride + start
+    if BY_ROWS:
+        its_first = tl.multiple_of(tl.load(firsts + tl.where(column_live, column, 0)), BY_ROWS)
+        from_x = x + its_first[:, None] + token[None, :]
+    else:
+        from_x = x + tl.where(column_live, column, 0).to(tl.int64)[:, None] * x_stride + start
     total = tl.zeros((ROWS, COLUMNS), tl.int32)
     for one in range(first, tl.minimum(first + steps, tl.cdiv(tokens, TOKENS))):
-        if EVEN:
+        if BY_ROWS:
+            passed = one * TOKENS + one // steps_an_image * edge
+            a, b = tl.load(from_grad), tl.load(from_x + tl.multiple_of(passed, BY_ROWS))
+        elif EVEN:
             a, b = tl.load(from_grad), tl.load(from_x)
         else:
             live = (one * TOKENS + token < tokens)[None, :]
             a, b = tl.load(from_grad, mask=live, other=0), tl.load(from_x, mask=live, other=0)
         total = tl.dot(a, tl.trans(b), total, out_dtype=tl.int32)
         from_grad += TOKENS
-        from_x += TOKENS
+        if BY_ROWS == 0:
+            from_x += TOKENS
     place = votes + first_row.to(tl.int64) * columns + first_column
     place = place + (tl.arange(0, ROWS)[:, None] * columns + tl.arange(0, COLUMNS)[None, :])
     live = row_live[:, None] & column_live[None, :]
@@ -94,24 +105,26 @@ def _votes_tile(program, grad_output, x, votes, rows, columns, tokens, grad_stri
         tl.store(place, total, mask=live)
 
 
-@triton.jit(do_not_specialize=["steps", "x_runs", "x_tokens", "x_add", "grad_runs", "grad_tokens", "grad_add"])
+@triton.jit(do_not_specialize=["steps", "steps_an_image", "edge", "x_runs", "x_tokens", "x_add", "grad_runs", "grad_tokens",
+                               "grad_add"])
 def _votes_kernel(grad_output, x, votes, rows, columns, tokens, grad_stride, x_stride, steps,
+                  firsts, steps_an_image, edge,
                   x_squares, x_mean, x_runs, x_tokens, x_add, x_features,
                   grad_squares, grad_mean, grad_runs, grad_tokens, grad_add, grad_features,
-                  MEANS: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr,
-                  COLUMNS: tl.constexpr, TOKENS: tl.constexpr, GROUP: tl.constexpr):
+                  MEANS: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr, ADD: tl.constexpr, BY_ROWS: tl.constexpr,
+                  ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, GROUP: tl.constexpr):
     """A tile of the votes. With MEANS, the first programs take the mean squares of x and grad_output instead, of so many
     features each: a launch of their own would take longer."""
     if MEANS == 0:
-        _votes_tile(tl.program_id(0), grad_output, x, votes, rows, columns, tokens, grad_stride, x_stride, steps, EVEN,
-                    SPLIT, ADD, ROWS, COLUMNS, TOKENS, GROUP)
+        _votes_tile(tl.program_id(0), grad_output, x, votes, rows, columns, tokens, grad_stride, x_stride, steps, firsts,
+                    steps_an_image, edge, EVEN, SPLIT, ADD, BY_ROWS, ROWS, COLUMNS, TOKENS, GROUP)
     else:
         of_x = tl.cdiv(x_features, MEANS)
         before = of_x + tl.cdiv(grad_features, MEANS)
         program = tl.program_id(0)
         if program >= before:
-            _votes_tile(program - before, grad_output, x, votes, rows, columns, tokens, grad_stride, x_stride, steps, EVEN,
-                        SPLIT, ADD, ROWS, COLUMNS, TOKENS, GROUP)
+            _votes_tile(program - before, grad_output, x, votes, rows, columns, tokens, grad_stride, x_stride, steps,
+                        firsts, steps_an_image, edge, EVEN, SPLIT, ADD, BY_ROWS, ROWS, COLUMNS, TOKENS, GROUP)
         elif tl.program_id(1) == 0:
             if program < of_x:
                 mean_of_runs(x_squares, x_mean, x_runs, x_tokens, x_add, x_features, program, 32, MEANS)
@@ -126,9 +139,13 @@ _launch_votes = Launcher(_votes_kernel)
 class _Product:
     """How a product of one kind is launched; itself the key of its launches."""
 
-    def __init__(self, sizes: tuple[int, int, int], groups: int, dtype: torch.dtype, add: bool) -> None:
+    def __init__(self, sizes: tuple[int, int, int], groups: int, dtype: torch.dtype, add: bool,
+                 by_rows: "_ByRows | None" = None) -> None:
         rows, columns, tokens = self.sizes = sizes  # rows and columns of a group
         cut = cut_for(rows, columns, tokens)
+        if by_rows is not None and by_rows.positions % cut.tokens:
+            cut = cut._replace(tokens=POSITIONS_A_STEP)
+        self.by_rows = None if by_rows is None else (by_rows.firsts, by_rows.positions // cut.tokens, by_rows.edge)
         self.groups, self.tiles = groups, triton.cdiv(rows, cut.rows) * triton.cdiv(columns, cut.columns)
         # Few tiles leave most of the GPU idle: share the tokens out, too.
         splits = max(1, min(cut.programs // max(self.tiles * groups, 1), tokens // LEAST_TOKENS_A_SPLIT))
@@ -137,7 +154,8 @@ class _Product:
         self.steps = max(1, triton.cdiv(tokens, splits * cut.tokens))  # of a program's loop
         self.splits = triton.cdiv(tokens, self.steps * cut.tokens)
         self.constants = {"MEANS": 0, "EVEN": tokens % cut.tokens == 0, "SPLIT": self.splits > 1, "ADD": add,
-                          "ROWS": cut.rows, "COLUMNS": cut.columns, "TOKENS": cut.tokens, "GROUP": cut.group}
+                          "BY_ROWS": 0 if by_rows is None else by_rows.aligned, "ROWS": cut.rows, "COLUMNS": cut.columns,
+                          "TOKENS": cut.tokens, "GROUP": cut.group}
         self.beside_means = {**self.constants, "MEANS": MEANS}
         self.options = {"num_warps": cut.warps, "num_stages": cut.stages}
         # Where programs add to a tile one after the other it has to begin with zeros.
@@ -147,7 +165,7 @@ class _Product:
                means: Sequence[MeanSquare]) -> None:
         """(groups · rows, tokens), (groups · columns, tokens) -> (groups · rows, columns) in `votes`, and the means beside.
         `strides`: from a feature to the next."""
-        numbers = *self.sizes, *strides, self.steps
+        numbers = *self.sizes, *strides, self.steps, *(self.by_rows or (votes, 1, 0))
         if len(means) == 2 and means[0].squares.shape[0] and means[1].squares.shape[0]:
             (of_x, x_features), (of_grad, grad_features) = map(_mean_arguments, means)
             programs = self.tiles - (-x_features // MEANS) - (-grad_features // MEANS)
@@ -202,6 +220,53 @@ def votes_product(grad_output: Tensor, x: Tensor, into: Tensor | None = None, me
     return votes
 
 
+class _ByRows(NamedTuple):
+    """Where a product along rows finds its x."""
+
+    firsts: Tensor  # (channels · kernel,) int64: how far the first token of each column lies from the first of all
+    positions: int  # of an image
+    edge: int  # elements between the last token of an image and the first of the next one
+    aligned: int  # what all of these are whole multiples of
+
+
+def row_votes(single: Tensor, made: Tensor, window: Window, into: Tensor, means: Sequence[MeanSquare] = ()) -> Tensor:
+    """Add the votes of a convolution (windows.row_votes): each row of the kernel reads the same patches, further on."""
+    kind = (single.shape, single.dtype, single.device, made.shape, made.dtype, made.stride(), made.device, window,
+            into.shape, into.dtype, into.device, into.is_contiguous())
+    product = _products.get(kind)
+    if product is None:
+        product = _row_product(single, made, window, into)
+        if product is None:
+            return NotImplemented
+        _products[kind] = product
+    by_row = features_first(single)
+    product.launch(by_row, made, (by_row.stride(0), made.stride(1)), into, means)
+    return into
+
+
+def _row_product(single: Tensor, made: Tensor, window: Window, into: Tensor) -> _Product | None:
+    """How it is launched, once all has been checked; None for what is left to the definition."""
+    checks.check_matrix("the patches", made)
+    checks.check_matrix("what meets the patches", single)
+    (height, width), (down, across), further = window.positions, window.kernel, window.dilation[0]
+    positions, edge = height * width, (down - 1) * further * width
+    images = single.shape[0] // positions
+    if single.shape[0] % positions or made.shape[0] != images * (positions + edge) or made.device != single.device:
+        raise UsageError(f"{made.shape[0]} patches of rows on {made.device} and {single.shape[0]} positions on "
+                         f"{single.device} are not of images of {height} × {width} positions")
+    columns = made.shape[1] * down
+    checks.check_tensor("the votes to add to", into, (single.shape[1], columns), into.dtype, made.device)
+    lies_well = made.stride(0) == 1 and made.stride(1) % ALIGNED == 0 and into.is_contiguous()
+    in_steps = positions % POSITIONS_A_STEP == 0 and width % COLUMNS_A_LOAD == 0
+    if not (checks.are_int8(single, made) and into.dtype in checks.VOTES and lies_well and in_steps and single.numel()
+            and into.numel()):
+        return None
+    channel, row, column = (torch.arange(n, device=made.device) for n in (made.shape[1] // across, down, across))
+    firsts = (channel[:, None, None] * across + column) * made.stride(1) + (row * further * width)[:, None]
+    by_rows = _ByRows(firsts.flatten(), positions, edge, math.gcd(width, ALIGNED))
+    return _Product((single.shape[1], columns, single.shape[0]), 1, into.dtype, True, by_rows)
+
+
 def grouped_votes_product(grad_output: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     """Multiply int8 matrices of several groups in one launch (products.grouped_votes_product)."""
     if grad_output.dim() != 3 or x.dim() != 3 or x.shape[:2] != grad_output.shape[:2] or x.device != grad_output.device:
@@ -230,52 +295,3 @@ def features_first(q: Tensor) -> Tensor:  # (n, features)
     of what does."""
     by_feature = q.t()
     return by_feature if by_feature.stride(1) == 1 or by_feature.shape[1] == 1 else by_feature.contiguous()
-
-
-@triton.jit(do_not_specialize=["pieces_a_split"])
-def _sequence_votes_kernel(grad_output, x, votes, rows, columns, tokens, pieces_a_split,
-                           ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, PIECES: tl.constexpr,
-                           GROUP: tl.constexpr):
-    first_row, first_column = tile_of(tl.program_id(0), rows, columns, ROWS, COLUMNS, GROUP)
-    row, column = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
-    first, token = tl.program_id(1) * pieces_a_split, tl.arange(0, TOKENS)
-    from_grad = grad_output + tl.where(row < rows, row, 0).to(tl.int64)[:, None] * tokens + (first * TOKENS + token)[None, :]
-    from_x = x + tl.where(column < columns, column, 0).to(tl.int64)[:, None] * tokens + (first * TOKENS + token)[None, :]
-    total, own = tl.zeros((ROWS, COLUMNS), tl.int32), tl.zeros((ROWS, COLUMNS), tl.int32)  # own: of the sequence so far
-    # One loop and not two, so that the next pieces are read while this one is multiplied, also across sequences.
-    for piece in range(first, tl.minimum(first + pieces_a_split, tokens // TOKENS)):
-        own = tl.dot(tl.load(from_grad), tl.trans(tl.load(from_x)), own, out_dtype=tl.int32)
-        if piece % PIECES == PIECES - 1:  # the sequence ends
-            total += (own > 0).to(tl.int32) - (own < 0).to(tl.int32)
-            own = tl.zeros((ROWS, COLUMNS), tl.int32)
-        from_grad += TOKENS
-        from_x += TOKENS
-    live = (row < rows)[:, None] & (column < columns)[None, :]
-    tl.atomic_add(votes + row.to(tl.int64)[:, None] * columns + column[None, :], total, mask=live, sem="relaxed")
-
-
-def sequence_votes(grad_output: Tensor, x: Tensor, sequence: int) -> Tensor:
-    """Sum one vote a sequence (products.sequence_votes); the votes of a single sequence are never written to memory."""
-    checks.check_pair(grad_output, x)
-    if not checks.are_int8(grad_output, x) or not grad_output.numel() or not x.numel() or sequence > EXACT_IN_INT32:
-        return NotImplemented
-    if sequence < 1 or x.shape[0] % sequence:
-        raise UsageError(f"{x.shape[0]} tokens are not sequences of {sequence}")
-    at_once = 128 if sequence % 128 == 0 else 64 if sequence > 32 else 32
-    pieces = triton.cdiv(sequence, at_once)  # of a sequence
-
-    def filled_up(q: Tensor) -> Tensor:
-        """Feature by feature, each sequence filled up with zeros, which add nothing, to whole pieces: a sequence of 50 would
-        begin anywhere, and be read byte by byte."""
-        return F.pad(q.t().unflatten(1, (-1, sequence)), (0, pieces * at_once - sequence)).flatten(1).contiguous()
-
-    grad_output, x = filled_up(grad_output), filled_up(x)
-    (rows, tokens), columns = grad_output.shape, x.shape[0]
-    sequences, tiles = tokens // (pieces * at_once), triton.cdiv(rows, 64) * triton.cdiv(columns, 128)
-    sequences_a_split = triton.cdiv(sequences, max(1, min(PROGRAMS // tiles, sequences)))
-    votes = torch.zeros(rows, columns, dtype=torch.int32, device=x.device)
-    with torch.cuda.device_of(x):
-        _sequence_votes_kernel[(tiles, triton.cdiv(sequences, sequences_a_split))](
-            grad_output, x, votes, rows, columns, tokens, sequences_a_split * pieces, ROWS=64, COLUMNS=128, TOKENS=at_once,
-            PIECES=pieces, GROUP=8, num_warps=4, num_stages=3)
-    return votes
