@@ -59,15 +59,14 @@ def _round_kernel(values, q, scale, by_feature, log_gain, number, root, features
     token = tl.program_id(0).to(tl.int64)
     values, q, column = values + token * features, q + token * features, tl.arange(0, BLOCK)
     most = tl.zeros((BLOCK,), tl.float32)
-    whole = tl.full((BLOCK,), 1, tl.int32)
     value = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, features, BLOCK):
         value = _loaded(values, by_feature, first + column, features, BY_FEATURE)
-        finite = tl.abs(value) < float("inf")  # not so for NaN
-        whole = whole & finite.to(tl.int32)
-        most = tl.maximum(most, tl.where(finite, tl.abs(value), 0.0))
-    is_whole = tl.min(whole, 0) == 1
-    largest = tl.maximum(tl.where(is_whole, tl.max(most, 0), 0.0), SMALLEST)
+        size = tl.abs(value)
+        most = tl.maximum(most, tl.where(size < float("inf"), size, float("inf")))  # of NaN, too
+    largest = tl.max(most, 0)
+    is_whole = largest < float("inf")
+    largest = tl.maximum(tl.where(is_whole, largest, 0.0), SMALLEST)
     # Exactly rounded, as torch divides: Triton's own / is not.
     factor = tl.div_rn(tl.full((), TOP, tl.float32), largest)
     one = tl.div_rn(largest, tl.full((), LARGEST, tl.float32))
@@ -128,11 +127,17 @@ def _rounding_of(values: Tensor, dtype: torch.dtype, scaling: Scaling, by_featur
                          f"{tuple(log_gain.shape)} on {log_gain.device}")
     if values.dtype not in checks.FLOATS or not values.numel() or not writes(dtype, values.device):
         return None
-    block = min(triton.next_power_of_2(values.shape[1]), AT_ONCE)
+    block, warps = block_of(values.shape[1])
     constants = {"BY_FEATURE": by_feature is not None, "GAIN": log_gain is not None, "FP8": dtype is FP8,
                  "GPU": values.is_cuda, "LARGEST": LARGEST[dtype], "TOP": LARGEST[dtype] * (65536 if dtype is INT8 else 1),
                  "SMALLEST": SMALLEST, "BLOCK": block, "ONE": values.shape[1] <= block}
-    return _Rounding(constants, max(1, min(block // 256, 8)))
+    return _Rounding(constants, warps)
+
+
+def block_of(features: int) -> tuple[int, int]:
+    """How many features of a token a program takes at once, and with how many warps."""
+    block = min(triton.next_power_of_2(features), AT_ONCE)
+    return block, max(1, min(block // 256, 8))
 
 
 # ---------------------------------------------------------------------------------------------------- the product
