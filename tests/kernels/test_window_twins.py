@@ -15,6 +15,8 @@ from gft.storage import Storage
 # name -> (images, channels, window): sizes, positions, kernel, stride, padding, dilation
 WINDOWS = {
     "3×3, rows of whole words": (3, 2, Window((6, 8), (6, 8), (3, 3), (1, 1), (1, 1), (1, 1))),
+    "rows of two words of eight, dilated by more": (2, 2, Window((5, 16), (5, 16), (3, 3), (1, 1), (2, 9), (2, 9))),
+    "rows of eight from rows of sixteen": (2, 2, Window((4, 16), (3, 8), (2, 9), (1, 1), (0, 0), (1, 1))),
     "narrow, rows of one word": (2, 2, Window((4, 4), (4, 4), (3, 3), (1, 1), (1, 1), (1, 1))),
     "3×3, rows of 7": (3, 2, Window((7, 7), (7, 7), (3, 3), (1, 1), (1, 1), (1, 1))),
     "no padding, rows of words from rows of 10": (2, 2, Window((5, 10), (3, 8), (3, 3), (1, 1), (0, 0), (1, 1))),

@@ -21,7 +21,6 @@ from gft.ops.triton.launch import Launcher
 from gft.ops.triton.levels import writes
 from gft.ops.triton.votes import tile_of
 
-AT_ONCE = 4096  # features of a token that a program holds; of more, it reads each twice, the second time from the cache
 MOST_FEATURES = 2**31 // 127**2  # of int8, whose sum of products int32 holds
 
 
@@ -135,9 +134,11 @@ def _rounding_of(values: Tensor, dtype: torch.dtype, scaling: Scaling, by_featur
 
 
 def block_of(features: int) -> tuple[int, int]:
-    """How many features of a token a program takes at once, and with how many warps."""
-    block = min(triton.next_power_of_2(features), AT_ONCE)
-    return block, max(1, min(block // 256, 8))
+    """How many features of a token a program takes at once, and with how many warps. A program that reads its token twice,
+    the second time from the cache, is faster than one that holds all of it."""
+    if features <= 2048:
+        return min(triton.next_power_of_2(features), 1024), 1
+    return (2048, 4) if features <= 8192 else (4096, 8)
 
 
 # ---------------------------------------------------------------------------------------------------- the product

@@ -58,23 +58,25 @@ def _patches_kernel(images, out, channel_stride, out_stride, positions, depth, h
                     depth_out, height_out, width_out, stride_d, stride_h, stride_w, padding_d, padding_h, padding_w,
                     dilation_d, dilation_h, dilation_w, kernel_d, kernel_h,
                     KERNEL_W: tl.constexpr, WORDS: tl.constexpr, VOLUME: tl.constexpr, BLOCK: tl.constexpr):
-    """All places of the kernel for a run of positions and one channel: where they are is found out once. With WORDS four
-    positions at a time, in images and patches whose rows are whole words: then all of a row's words are shifted alike."""
-    AT_ONCE: tl.constexpr = 4 if WORDS else 1
+    """All places of the kernel for a run of positions and one channel: where they are is found out once. WORDS: so many
+    positions at a time, 4 or 8, in images and patches whose rows are whole words: then all of a row's words are shifted
+    alike."""
     channel = tl.program_id(0).to(tl.int64)
     unit = spread_block() * BLOCK + tl.arange(0, BLOCK)
-    inside = unit < out_stride // AT_ONCE
+    inside = unit < out_stride // WORDS
     images += channel * channel_stride
     target = out + channel * (kernel_d * kernel_h * KERNEL_W) * out_stride
     padding = padding_w
-    if WORDS:
-        images = images.to(tl.pointer_type(tl.uint32), bitcast=True)
-        target = target.to(tl.pointer_type(tl.uint32), bitcast=True)
-        width, width_out, padding = width // 4, width_out // 4, 0  # columns are counted in words, from the position's own on
+    if WORDS > 1:
+        WORD: tl.constexpr = tl.uint64 if WORDS == 8 else tl.uint32
+        images = images.to(tl.pointer_type(WORD), bitcast=True)
+        target = target.to(tl.pointer_type(WORD), bitcast=True)
+        # Columns are counted in words, from the position's own on.
+        width, width_out, padding = width // WORDS, width_out // WORDS, 0
     target += unit
     z, row, column, at = _corner(unit, depth, height, width, depth_out, height_out, width_out, stride_d, stride_h, stride_w,
                                  padding_d, padding_h, padding, VOLUME)
-    source, live = images + at, unit < positions // AT_ONCE
+    source, live = images + at, unit < positions // WORDS
     for i in range(kernel_d):
         for j in range(kernel_h):
             deep, down = i * dilation_d, j * dilation_h
@@ -84,17 +86,18 @@ def _patches_kernel(images, out, channel_stride, out_stride, positions, depth, h
                 ok &= _between(z + deep, depth)
             for k in tl.static_range(KERNEL_W):
                 right = k * dilation_w
-                if WORDS:
+                if WORDS > 1:
                     # No load may begin inside a word: of two words the bytes between.
-                    words, bits = (right - padding_w) >> 2, (((right - padding_w) & 3) * 8).to(tl.uint32)
+                    words = (right - padding_w) >> (3 if WORDS == 8 else 2)
+                    bits = (((right - padding_w) & (WORDS - 1)) * 8).to(WORD)
                     low = tl.load(source + (further + words), mask=ok & _between(column + words, width), other=0)
                     more = ok & _between(column + (words + 1), tl.where(bits > 0, width, 0))
                     high = tl.load(source + (further + words) + 1, mask=more, other=0)
-                    tl.store(target, (low >> bits) | ((high << (31 - bits)) << 1), mask=inside)
+                    tl.store(target, (low >> bits) | ((high << (8 * WORDS - 1 - bits)) << 1), mask=inside)
                 else:
                     one = tl.load(source + (further + right), mask=ok & _between(column + right, width), other=0)
                     tl.store(target, one, mask=inside)
-                target += out_stride // AT_ONCE
+                target += out_stride // WORDS
 
 
 _launch_patches = Launcher(_patches_kernel)
@@ -137,7 +140,7 @@ def patches(images: Tensor, window: Window) -> Tensor:
     """Unfold images (windows.patches); the positions of a patch's element lie side by side, as tensor cores want them."""
     checks.check_matrix("the images", images)
     by_channel = features_first(images)
-    channel_stride, in_words = by_channel.stride(0), by_channel.data_ptr() % 4 == 0
+    channel_stride, in_words = by_channel.stride(0), math.gcd(by_channel.data_ptr(), 8)
     kind = images.shape, images.dtype, window, channel_stride, in_words
     plan = _plans[kind] if kind in _plans else _plan_of(kind, images, window, channel_stride, in_words)
     if plan is None:
@@ -147,7 +150,7 @@ def patches(images: Tensor, window: Window) -> Tensor:
     return out[:, : plan.positions].t()
 
 
-def _plan_of(kind: Hashable, images: Tensor, window: Window, channel_stride: int, in_words: bool) -> _Patches | None:
+def _plan_of(kind: Hashable, images: Tensor, window: Window, channel_stride: int, in_words: int) -> _Patches | None:
     """How such images are unfolded, once they have been checked; None for what is left to the definition."""
     count = _check(images, window)
     positions, columns = count * math.prod(window.positions), images.shape[1] * window.places
@@ -155,12 +158,12 @@ def _plan_of(kind: Hashable, images: Tensor, window: Window, channel_stride: int
     if checks.are_int8(images) and positions and columns and max(positions, len(images)) < MOST_POSITIONS:
         window = window.in_three_dimensions()
         stride = triton.cdiv(positions, ALIGNED) * ALIGNED  # so that each begins where a wide load can
-        words = in_words and window.stride[2] == 1 and all(
-            number % 4 == 0 for number in (window.sizes[2], window.positions[2], channel_stride))
+        words = math.gcd(in_words, window.sizes[2], window.positions[2], channel_stride) if window.stride[2] == 1 else 1
+        words = words if words >= 4 else 1
         numbers, of_window = _arguments(window)
         constants = {"KERNEL_W": of_window["KERNEL_W"], "WORDS": words, "VOLUME": of_window["VOLUME"], "BLOCK": BLOCK}
         plan = _Patches(columns, positions, stride, (*constants.values(), _wide(positions, stride, channel_stride)),
-                        (images.shape[1], *spread(triton.cdiv(stride // (4 if words else 1), BLOCK))),
+                        (images.shape[1], *spread(triton.cdiv(stride // words, BLOCK))),
                         (channel_stride, stride, positions, *numbers), constants)
     _plans[kind] = plan
     return plan
