@@ -29,7 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gft.errors import UsageError, UsageTypeError
-from gft.rules.momentum import with_momentum
+from gft.philox import NoiseKey
+from gft.rules.mean import RunningMean, State
 from gft.rules.orthogonalize import orthogonalized
 from gft.votes import VoteAccumulator
 
@@ -255,28 +256,31 @@ def _average_squares(layers: Sequence[Any], settled: Sequence[Container[str]], c
 
 
 def orthogonalized_over(ranks: Ranks,
-                        votes: Sequence[Tensor]) -> list[Tensor]:  # the same on all ranks
+                        votes: Sequence[Tensor],
+                        alone: bool = False) -> list[Tensor]:  # the same on all ranks
     """rules.orthogonalize, each rank's share of the layers by itself. The sum with the others' zeros hands them to all: the
     work is divided, and products of floats, which another processor may round otherwise, are the same everywhere."""
     if ranks.world == 1:
-        return orthogonalized(votes)
+        return orthogonalized(votes, alone)
     results = [torch.zeros(one.shape, dtype=torch.int32, device=one.device) for one in votes]
-    results[ranks.rank :: ranks.world] = orthogonalized(votes[ranks.rank :: ranks.world])
+    results[ranks.rank :: ranks.world] = orthogonalized(votes[ranks.rank :: ranks.world], alone)
     sum_over(ranks, results)
     return results
 
 
-def with_momentum_over(ranks: Ranks, votes: Sequence[Tensor],
-                       means: Sequence[Tensor]) -> list[Tensor]:  # the same on all ranks, as means are then
-    """rules.momentum, each rank's share of the layers by itself, likewise."""
-    if ranks.world == 1:
-        return with_momentum(votes, means)
+def renewed_over(ranks: Ranks, kept: RunningMean, votes: Sequence[Tensor], means: Sequence[State],
+                 keys: Sequence[NoiseKey]) -> list[Tensor]:  # the same on all ranks, as means are then
+    """RunningMean.renew: by each rank for itself where all of them get the same bits, else each rank's share of the layers,
+    likewise."""
+    if ranks.world == 1 or kept.exact:
+        return kept.renew(votes, means, keys)
     results = [torch.zeros(one.shape, dtype=torch.int32, device=one.device) for one in votes]
     own = slice(ranks.rank, None, ranks.world)
-    results[own] = with_momentum(votes[own], means[own])
+    results[own] = kept.renew(votes[own], means[own], keys[own])
     for number, mean in enumerate(means):
         if number % ranks.world != ranks.rank:
-            mean.zero_()
+            for tensor in mean.values():
+                tensor.zero_()
     sum_over(ranks, results)
-    sum_over(ranks, means)
+    sum_over(ranks, [tensor for mean in means for tensor in mean.values()])
     return results

@@ -29,14 +29,15 @@ from gft.distributed import (
     fingerprint,
     orthogonalized_over,
     ranks_of,
+    renewed_over,
     sum_over,
-    with_momentum_over,
 )
 from gft.errors import UsageError, UsageTypeError, shortened
 from gft.layers import QuantLayer, layer_of
 from gft.replay import StepGraph
-from gft.rules import Part, Rounding, Rule, TopK, WeightStep, momentum
+from gft.rules import Part, Rounding, Rule, TopK, WeightStep
 from gft.rules.matrices import BOUND
+from gft.rules.mean import ROOM, RunningMean, State
 from gft.saved import is_number, is_plain, mapping, saved_groups, whole_number
 from gft.settings import check_choice
 from gft.sharding import (
@@ -62,8 +63,9 @@ LR = 0.2  # unless it is given
 
 SETTINGS = ("lr", "rule", "vote", "seed", "in_backward", "step", "wire")  # of a group
 RUNNING = ("x_rms", "grad_rms", "second_moment")  # what of an accumulator the state_dict keeps, and
-MOMENTUM = "momentum"  # where a rule has one of low rank: in the optimizer's state alone
+MEANS = ("momentum", "momentum_unit")  # of votes, where a rule keeps one: in the optimizer's state alone
 GPU_STEPS_BETWEEN_REPORTS = 100
+RENEWAL = 3 << 30  # the calls by which running means draw their noise; moves, and votes on the wire, have smaller ones
 
 
 class GFT(Optimizer):
@@ -172,18 +174,18 @@ class GFT(Optimizer):
                     del self.state[weight][name]
                 setattr(votes, name, self.state[weight].get(name))
             votes.check_state(layer.inputs, (layer.rows, layer.columns), layer.outputs)
-            self._check_momentum(weight, layer, group["rule"])
+            self._check_mean(weight, layer, group["rule"])
             new.append((layer, weight, votes))
         for layer, weight, votes in new:  # all of them, or none
             layer.votes = self._accumulators[weight] = votes
 
-    def _check_momentum(self, weight: Tensor, layer: QuantLayer, rule: Rule) -> None:
-        """Keep the running mean of a weight's votes, as a state_dict may have brought it, for a rule that has one."""
+    def _check_mean(self, weight: Tensor, layer: QuantLayer, rule: Rule) -> None:
+        """Keep the running mean of a weight's votes, as a state_dict may have brought it, for a rule that has such a one."""
         state = self.state[weight]
-        if not rule.momentum_rank or _is_room(state.get(MOMENTUM)):
-            state.pop(MOMENTUM, None)
-        elif MOMENTUM in state:
-            momentum.check(state[MOMENTUM], layer.rows, layer.columns, rule.momentum_rank)
+        found = {name: state.pop(name) for name in MEANS if name in state}
+        if rule.running_mean is not None and found and not any(map(_is_room, found.values())):
+            rule.running_mean.check(found, layer.rows, layer.columns)
+            state.update(found)
 
     def _number(self, layer: QuantLayer, weight: Tensor) -> int:
         """A layer's number in the random streams: its place in the model; where that is not known, or two models are trained
@@ -268,12 +270,12 @@ class GFT(Optimizer):
         together."""
         rule = group["rule"]
         votes: list[Any] = [self._accumulators[weight].votes for weight in weights]
+        if rule.running_mean is not None:
+            means = [self._mean(weight, rule.running_mean, *one.shape) for weight, one in zip(weights, votes, strict=True)]
+            keys = [self._accumulators[weight].key(0, RENEWAL + call) for weight in weights]
+            bound, votes = BOUND, renewed_over(self.ranks, rule.running_mean, votes, means, keys)
         if rule.orthogonalize:
-            bound, votes = BOUND, self._orthogonalized(weights, votes)
-        if rule.momentum_rank:
-            means = [self._mean(weight, tuple(one.shape), rule.momentum_rank)
-                     for weight, one in zip(weights, votes, strict=True)]
-            bound, votes = BOUND, with_momentum_over(self.ranks, votes, means)
+            bound, votes = BOUND, self._orthogonalized(weights, votes, alone=rule.running_mean is not None)
         by_device: dict[torch.device, list[tuple[VoteAccumulator, WeightStep]]] = {}
         for parameter, beta in zip(weights, votes, strict=True):
             one, part = self._accumulators[parameter], self._parts.get(parameter)
@@ -289,20 +291,22 @@ class GFT(Optimizer):
                     one.flips = flips if one.flips is None else one.flips + flips
                 one.new_second_moment = second_moment
 
-    def _orthogonalized(self, weights: Sequence[Tensor], votes: Sequence[Tensor]) -> list[Tensor]:
+    def _orthogonalized(self, weights: Sequence[Tensor], votes: Sequence[Tensor], alone: bool) -> list[Tensor]:
         parts = [number for number, weight in enumerate(weights) if weight in self._parts]
         whole = [number for number, weight in enumerate(weights) if weight not in self._parts]
-        results = dict(zip(whole, orthogonalized_over(self.ranks, [votes[number] for number in whole]), strict=True))
+        results = dict(zip(whole, orthogonalized_over(self.ranks, [votes[number] for number in whole], alone), strict=True))
         results |= zip(parts, orthogonalized_rows([votes[number] for number in parts],
                                                   [weights[number] for number in parts]), strict=True)
         return [results[number] for number in range(len(weights))]
 
-    def _mean(self, weight: Tensor, shape: tuple[int, int], rank: int) -> Tensor:
-        """The running mean of a weight's votes; a new one where there is none, or one of another rank."""
+    def _mean(self, weight: Tensor, kept: RunningMean, rows: int, columns: int) -> State:
+        """The running mean of a weight's votes; a new one where there is none, or one of another kind."""
         state = self.state[weight]
-        if MOMENTUM not in state or state[MOMENTUM].shape[1] != min(rank, *shape):
-            state[MOMENTUM] = momentum.start(*shape, rank, weight.device)
-        return state[MOMENTUM]
+        if not kept.fits(state, rows, columns):
+            for name in MEANS:
+                state.pop(name, None)
+            state.update(kept.start(rows, columns, weight.device))
+        return {name: state[name] for name in kept.tensors(rows, columns)}
 
     @torch.no_grad()
     def move_in_backward(self, votes: VoteAccumulator) -> None:
@@ -512,10 +516,10 @@ def _read_state(saved: Mapping[str, Any], layer: QuantLayer, rule: Rule) -> dict
         check_running(name, scale.abs() if _is_room(scale) else scale, length, shape)
         if not _is_room(scale):
             state[name] = scale.detach().clone(memory_format=torch.contiguous_format)
-    mean = state.pop(MOMENTUM, None)
-    if mean is not None and rule.momentum_rank and not _is_room(mean):
-        momentum.check(mean, layer.rows, layer.columns, rule.momentum_rank)
-        state[MOMENTUM] = mean.detach().clone(memory_format=torch.contiguous_format)
+    mean = {name: state.pop(name) for name in MEANS if name in state}
+    if mean and rule.running_mean is not None and not any(map(_is_room, mean.values())):
+        rule.running_mean.check(mean, layer.rows, layer.columns)
+        state |= {name: one.detach().clone(memory_format=torch.contiguous_format) for name, one in mean.items()}
     for name in ("flips", "last_flips"):
         if name in state:
             flips = state[name]
@@ -534,19 +538,21 @@ def _with_room(state: Mapping[str, Any], layer: QuantLayer, rule: Rule) -> dict[
     device = layer.qweight.device
     room: dict[str, Any] = {name: torch.full((length,), -1.0, device=device) for name, length in lengths.items()}
     state = dict(state)
-    if rule.momentum_rank:
-        rank = min(rule.momentum_rank, layer.rows, layer.columns)
-        room[MOMENTUM] = torch.full((layer.rows + layer.columns, rank), -1.0, device=device)
-    if MOMENTUM in state and (MOMENTUM not in room or state[MOMENTUM].shape != room[MOMENTUM].shape):
-        del state[MOMENTUM]  # of a rule that the group has no more
+    kept = rule.running_mean
+    if kept is None or not kept.fits(state, layer.rows, layer.columns):
+        for name in MEANS:
+            state.pop(name, None)  # of a rule that the group has no more
+    if kept is not None:
+        room |= {name: torch.full(kind.shape, ROOM[kind.dtype], dtype=kind.dtype, device=device)
+                 for name, kind in kept.tensors(layer.rows, layer.columns).items()}
     room |= {name: torch.zeros((), dtype=torch.int64, device=device) for name in ("flips", "last_flips")}
     return room | state
 
 
 def _is_room(value: Any) -> bool:
     """Is it what `_with_room` puts where there is nothing?"""
-    floats = isinstance(value, Tensor) and is_plain(value) and value.is_floating_point()
-    return floats and value.numel() > 0 and bool((value == -1).all())
+    plain = isinstance(value, Tensor) and is_plain(value) and value.numel() > 0
+    return plain and bool((value == ROOM.get(value.dtype, -1)).all())
 
 
 def _refuse_loose_settings(group: Mapping[str, Any]) -> None:
@@ -573,9 +579,9 @@ def check_settings(group: Mapping[str, Any], ranks: Ranks = ALONE) -> None:
     check_choice("wire", group["wire"], ("int32", "int8"))
     if group["wire"] == "int8" and not all(map(is_sharded, group["params"])):
         raise UsageError('wire="int8" is for weights that fully_shard has shared out over ranks; leave it out')
-    if rule.momentum_rank and any(map(is_sharded, group["params"])):
-        raise UsageError("momentum_rank looks at whole matrices, and fully_shard has shared their rows out over ranks; "
-                         "leave it out")
+    if rule.running_mean is not None and any(map(is_sharded, group["params"])):
+        raise UsageError(f"{rule.running_mean.setting} looks at whole matrices, and fully_shard has shared their rows out "
+                         "over ranks; leave it out")
     if group["in_backward"] and ranks.world > 1 and not all(map(is_sharded, group["params"])):
         raise UsageError("in_backward=True moves a layer before the votes of other ranks are there; leave it out, or pass "
                          "process_group=False to train alone")

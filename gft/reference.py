@@ -189,6 +189,19 @@ def with_momentum(betas: list[Matrix]) -> list[Floats]:
     return results
 
 
+def nesterov(betas: list[Matrix], momentum: float) -> list[Floats]:
+    """momentum · M + (1 - momentum) · beta after each step, M being the running mean of all betas so far."""
+    mean, results = [[0.0] * len(line) for line in betas[0]], []
+    for beta in betas:
+        mean = _mixed(mean, beta, momentum)
+        results.append(_mixed(mean, beta, momentum))
+    return results
+
+
+def _mixed(one: Floats, other: Matrix, share: float) -> Floats:
+    return [[share * a + (1 - share) * b for a, b in zip(*lines, strict=True)] for lines in zip(one, other, strict=True)]
+
+
 def of_length_one(matrix: Matrix | Floats) -> Floats:
     length = sqrt(sum(number * number for line in matrix for number in line)) or 1.0
     return [[number / length for number in line] for line in matrix]

@@ -1,91 +1,83 @@
-"""Momentum of low rank: what the votes of many steps agree on, in a few numbers a row and a column.
+"""Momentum: a running mean of the votes, of which every weight keeps a few bits.
 
-Packed weights have no room to add votes up over steps, and most of one step's votes are noise. But noise lies in all
-directions of a matrix alike, and what steps agree on in few of them. So of the running mean of a layer's votes
+    M <- momentum · M + (1 - momentum) · V           V (out, in): the votes of this step
+    B  = momentum · M + (1 - momentum) · V           what moves the weights, with Nesterov's look ahead
 
-    T = decay · M + (1 - decay) · U        U (out, in): the votes, rows and columns of equal size, of length one
+as SGD and Muon have it. The mean is taken of votes, before anything is normalised, and that is what tells it from inertia
+(rounding.py): what `orthogonalize` or the second moment make of B they make of twenty steps, not of the noise of one.
 
-the largest `rank` directions are kept, M = left · right^T with left (out, rank) orthonormal and right (in, rank): one round
-of subspace iteration a step, from the directions of the step before, as PowerSGD (Vogels et al. 2019) compresses gradients.
+M is kept as integers m of 8 or 4 bits and a float for each column, M = m · unit, the largest of a column being 127 or 7.
+Each step it is rounded anew, without bias: what is smaller than a unit counts by chance, and adds up all the same.
 
-    left  <- orthonormal(T · right)
-    right <- T^T · left
-
-What moves the weights is half of each, beta = U + M / |M|. left and right lie in one tensor, the rows' numbers above the
-columns'. The products are floats, so another device may not give the same bits; of several ranks each does some of the
-layers for all (distributed.py).
+All of it is products and sums of floats, entry by entry, each rounded by itself. So every device gives the same bits.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from gft.errors import UsageError, shortened
-from gft.rules.matrices import ONE, alike, evened, newton_schulz, newton_schulz_multiply_adds, of_length_one
-from gft.saved import is_plain
+from gft import ops
+from gft.philox import NoiseKey
+from gft.rules.matrices import BOUND
+from gft.rules.mean import Kind, RunningMean, State
+from gft.storage import pack_fields, unpack_fields
 
-DECAY = 0.9  # of the mean: that of inertia
-POLISH = 4  # cubic rounds, which bring singular values of 0.7 to 1.2 to 1
-
-
-def with_momentum(votes: Sequence[Tensor],  # each (out, in), of any integer type
-                  means: Sequence[Tensor]) -> list[Tensor]:  # each (out, in) int32, none beyond matrices.BOUND
-    """Each layer's votes and their running mean, half and half, in units of 1/ONE. `means` (out + in, rank) are renewed in
-    place; layers of one shape share their products."""
-    results: dict[int, Tensor] = {}
-    for numbers in alike(votes):
-        some = [means[number] for number in numbers]
-        beta, new = _step(torch.stack([votes[number] for number in numbers]).float(), torch.stack(some))
-        results.update(zip(numbers, beta, strict=True))
-        for mean, one in zip(some, new, strict=True):
-            mean.copy_(one)
-    return [results[number] for number in range(len(votes))]
+MEAN, UNIT = "momentum", "momentum_unit"
+BITS = (8, 4)
+LEAST = 1e-30  # of a column whose largest entry is smaller nothing is kept
 
 
-def start(rows: int, columns: int, rank: int, device: torch.device) -> Tensor:
-    """No mean yet, and for its first directions some that have a part of every other, the same each time."""
-    rank = min(rank, rows, columns)
-    right = torch.randn(columns, rank, generator=torch.Generator().manual_seed(columns)) / columns**0.5
-    return torch.cat([torch.zeros(rows, rank), right]).to(device)
+@dataclass(frozen=True)
+class Momentum(RunningMean):
+    """A mean that keeps a share of itself in each step, in `bits` bits a weight."""
+
+    exact: ClassVar[bool] = True
+    share: float
+    bits: int = 8
+
+    @property
+    def setting(self) -> str:
+        return f"momentum={self.share}, momentum_bits={self.bits}"
+
+    @property
+    def largest(self) -> int:
+        """The integers are -largest..largest."""
+        return (1 << self.bits - 1) - 1
+
+    def tensors(self, rows: int, columns: int) -> dict[str, Kind]:
+        mean = Kind((rows, columns), torch.int8) if self.bits == 8 else Kind((rows, -(-columns // 2)), torch.uint8)
+        return {MEAN: mean, UNIT: Kind((columns,), torch.float32)}
+
+    def start(self, rows: int, columns: int, device: torch.device) -> State:
+        nothing = self._stored(torch.zeros(rows, columns, dtype=torch.int8, device=device))
+        return {MEAN: nothing, UNIT: torch.zeros(columns, device=device)}
+
+    def renew(self, votes: Sequence[Tensor], means: Sequence[State], keys: Sequence[NoiseKey]) -> list[Tensor]:
+        return [self._renew(*one) for one in zip(votes, means, keys, strict=True)]
+
+    def _renew(self, votes: Tensor, state: State, key: NoiseKey) -> Tensor:  # -> (out, in) int32
+        newest = votes.float() * (1.0 - self.share)
+        mean = self.mean_of(state, votes.shape[1]) * self.share + newest
+        unit = mean.abs().amax(0) / self.largest if len(mean) else state[UNIT]
+        unit = torch.where(unit > LEAST, unit, 0.0)
+        per_unit = torch.where(unit > 0, 65536.0 / unit, 0.0)  # ops.quantize counts in 1/65536
+        state[MEAN].copy_(self._stored(ops.quantize(mean, per_unit, self.largest, key).q))
+        state[UNIT].copy_(unit)
+        return _as_integers(mean.mul_(self.share).add_(newest))
+
+    def mean_of(self, state: State, columns: int) -> Tensor:
+        """(out, in) float32."""
+        mean = state[MEAN] if self.bits == 8 else unpack_fields(state[MEAN], self.bits, self.largest, columns)
+        return mean.float() * state[UNIT]
+
+    def _stored(self, mean: Tensor) -> Tensor:  # (out, in) int8
+        return mean if self.bits == 8 else pack_fields(mean, self.bits, self.largest)
 
 
-def multiply_adds(out: int, features: int, rank: int) -> int:
-    """Multiplications that one layer takes in a step: three products of its own size with `rank` directions, and what it
-    takes to make these orthonormal and to turn the mean into them."""
-    rank = min(rank, out, features)
-    orthonormal = newton_schulz_multiply_adds(out, rank) + POLISH * 2 * rank**2 * out
-    return 3 * rank * out * features + 2 * rank**2 * (out + features) + orthonormal
-
-
-def check(mean: Any, rows: int, columns: int, rank: int) -> None:
-    """Raise unless this can be the running mean of a weight's votes."""
-    shape = (rows + columns, min(rank, rows, columns))
-    if not (isinstance(mean, Tensor) and is_plain(mean) and mean.dtype is torch.float32 and tuple(mean.shape) == shape):
-        found = f"{mean.dtype} of shape {tuple(mean.shape)}" if isinstance(mean, Tensor) else shortened(mean)
-        raise UsageError(f"the optimizer's state has a mean of votes that is {found}, where momentum_rank={rank} needs "
-                         f"float32 of shape {shape}; load a state_dict that is not damaged")
-    if not bool(torch.isfinite(mean).all()):
-        raise UsageError("the optimizer's state has a mean of votes with numbers that are not finite; load a state_dict "
-                         "that is not damaged")
-
-
-def _step(votes: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:  # (layers, out, in), (layers, out + in, rank)
-    rows = votes.shape[1]
-    unit = evened(votes)
-    left, right = mean[:, :rows], mean[:, rows:]
-    towards = DECAY * left @ (right.mT @ right) + (1 - DECAY) * unit @ right
-    new_left = _orthonormal(towards)
-    new_right = DECAY * right @ (left.mT @ new_left) + (1 - DECAY) * unit.mT @ new_left
-    seen = unit.abs().amax((1, 2), keepdim=True) > 0  # of no votes nothing is learnt, and the first directions are kept
-    mean = torch.where(seen, torch.cat([new_left, new_right], 1), mean)
-    beta = unit + of_length_one(mean[:, :rows] @ mean[:, rows:].mT)
-    return beta.mul_(ONE).round_().to(torch.int32), mean
-
-
-def _orthonormal(x: Tensor) -> Tensor:  # (layers, many, few) -> columns of length one, at right angles
-    x = newton_schulz(of_length_one(x))
-    for _ in range(POLISH):
-        x = 1.5 * x - 0.5 * x @ (x.mT @ x)
-    return x
+def _as_integers(moves: Tensor) -> Tensor:  # (out, in) float32 -> the same in int32, in units of its own
+    """A rule takes only how the entries of a layer compare: the largest becomes BOUND."""
+    largest = moves.abs().amax() if moves.numel() else moves.new_zeros(())
+    return moves.mul_(torch.where(largest > LEAST, BOUND / largest, 0.0)).round_().to(torch.int32)

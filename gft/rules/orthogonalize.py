@@ -10,7 +10,7 @@ O has the directions of V, each as large as any other. What moves the weights is
     beta = V / |V| + O / |O|        |·|: the root of the sum of squares
 
 O alone serves weights with memory as well; packed ones, which nothing averages, then follow too much of what is noise
-(docs/lab-notes, 2026-11-17).
+(docs/lab-notes, 2026-11-17). Votes averaged by momentum (momentum.py) are moved by O alone.
 
 O is found as Muon does (Jordan et al. 2024), without a decomposition: X <- a·X + b·(X X^T)·X + c·(X X^T)²·X leaves U and W
 as they are and takes each singular value s to a·s + b·s³ + c·s⁵. Five rounds from X = V / |V| bring all but the least of
@@ -29,18 +29,20 @@ from torch import Tensor
 from gft.rules.matrices import ONE, alike, newton_schulz, of_length_one
 
 
-def orthogonalized(votes: Sequence[Tensor]) -> list[Tensor]:  # each (out, in) -> (out, in) int32, none beyond BOUND
-    """Half of each layer's votes as cast, half with all singular values equal, in units of 1/ONE; layers of one shape share
-    their products."""
+def orthogonalized(votes: Sequence[Tensor],  # each (out, in)
+                   alone: bool = False) -> list[Tensor]:  # each (out, in) int32, none beyond BOUND
+    """Half of each layer's votes as cast, half with all singular values equal, or these alone, in units of 1/ONE; layers of
+    one shape share their products."""
     results: dict[int, Tensor] = {}
     for numbers in alike(votes):
-        results.update(zip(numbers, _beta(torch.stack([votes[number] for number in numbers])), strict=True))
+        results.update(zip(numbers, _beta(torch.stack([votes[number] for number in numbers]), alone), strict=True))
     return [results[number] for number in range(len(votes))]
 
 
-def _beta(votes: Tensor) -> Tensor:  # (layers, out, in) -> the same, int32
+def _beta(votes: Tensor, alone: bool) -> Tensor:  # (layers, out, in) -> the same, int32
     unit = of_length_one(votes.float())
-    return (unit + of_length_one(orthogonal(unit).float())).mul_(ONE).round_().to(torch.int32)
+    both = of_length_one(orthogonal(unit).float())
+    return (both if alone else unit + both).mul_(ONE).round_().to(torch.int32).contiguous()
 
 
 def orthogonal(x: Tensor) -> Tensor:  # (layers, out, in), each of length one -> nearly U · W^T

@@ -48,6 +48,9 @@ from gft import ops
 from gft.errors import UsageError
 from gft.initialize import SPACING
 from gft.ops.rounding import FOLLOW_ALL, ONE, Rounded, RoundingJob
+from gft.rules.lowrank import LowRank
+from gft.rules.mean import RunningMean
+from gft.rules.momentum import BITS, Momentum
 from gft.rules.rule import Part, Rule, StepResult, WeightStep
 from gft.settings import check_choice, check_count, check_number
 from gft.storage import Storage
@@ -59,9 +62,11 @@ WARMUP = 100  # first steps over which moves grow
 MOST_WARMUP = 1_000_000  # steps
 AUTO = "auto"  # the threshold that suits a move
 PACKED_LR = 0.5  # of lr without memory: nothing averages out what the rounding adds
-MOMENTUM_LR, MOMENTUM_THRESHOLD = 0.5, 2.0  # of that lr, since such moves go one way for longer; and by default, in rms
+RANK_LR, RANK_THRESHOLD = 0.5, 2.0  # of that lr, since such moves go one way for longer; and by default, in rms
+MOMENTUM_LR = 0.25  # of lr with momentum, whose moves go one way for longer still
 REFERENCE_INPUTS = 128  # at which, in a layer that preserves variance, lr is the rms move in levels of a 4-bit grid
 REFERENCE_BRANCHES = 12  # up to which layers that add to a residual stream move as far as all others
+MOST_MOMENTUM = 0.999
 MOST_RANK = 4096  # of a running mean of votes
 LARGEST_GROWTH = 4.0  # a layer that starts smaller moves as if it were so many times its size, at most
 
@@ -81,8 +86,11 @@ class Rounding(Rule):
     second_moment: Packed: rows and columns are normalised by their votes in this "step" alone (the default), or in a
         "running" mean over many steps. With memory it is always running.
     orthogonalize: True: half of what moves the weights is the layer's votes with all singular values equal, as Muon does
-        with a gradient. Learns faster where a step has many tokens; costs products of the layer's size cubed, and devices no
-        longer give the same bits (ranks do).
+        with a gradient; with momentum all of it. Costs products of the layer's size cubed, and devices no longer give the
+        same bits (ranks do).
+    momentum: The share that a running mean of the votes keeps of itself in a step; with it that mean moves the weights, and
+        inertia is 0 by default. 0: none. 0.95 with orthogonalize=True is Muon's update.
+    momentum_bits: In how many bits a weight that mean is kept: 8 (one more byte a weight) or 4 (half of one).
     momentum_rank: Packed: how many directions of a running mean of the votes are kept, 4 B a row and a column each; half of
         what moves the weights is that mean. 0: none. With 16 packed language models learn more in our trials.
     warmup: Over how many first steps of the optimizer moves grow evenly to what lr says: 100 by default, 0 for none. It
@@ -93,7 +101,9 @@ class Rounding(Rule):
     threshold: float | str | None = None
     second_moment: str | None = None
     orthogonalize: bool = False  # type: ignore[misc]
-    momentum_rank: int = 0  # type: ignore[misc]
+    momentum: float = 0.0
+    momentum_bits: int = 8
+    momentum_rank: int = 0
     warmup: int | None = None
     lr_meaning: ClassVar[str] = "the rms move of a weight in levels"
 
@@ -104,11 +114,17 @@ class Rounding(Rule):
             check_number("threshold", self.threshold, 0.0, MOST_THRESHOLD, 'it counts rms of the votes, or is "auto"')
         check_choice("second_moment", self.second_moment, (None, "step", "running"))
         check_choice("orthogonalize", self.orthogonalize, (False, True))
+        check_number("momentum", self.momentum, 0.0, MOST_MOMENTUM, "it is the share that a mean of votes keeps in a step")
+        check_choice("momentum_bits", self.momentum_bits, BITS)
         check_count("momentum_rank", self.momentum_rank, 0, MOST_RANK, "it counts directions")
         if self.warmup is not None:
             check_count("warmup", self.warmup, 0, MOST_WARMUP, "it counts steps")
         if self.momentum_rank and self.orthogonalize:
             raise UsageError("momentum_rank and orthogonalize are two ways to make more of a step's votes; choose one")
+        if self.momentum_rank and self.momentum:
+            raise UsageError("momentum and momentum_rank are two ways to keep a running mean of the votes; choose one")
+        if self.momentum_bits != Rounding.momentum_bits and not self.momentum:
+            raise UsageError(f"momentum_bits={self.momentum_bits} would not be used: it needs momentum, as momentum=0.95")
 
     def storage_for(self, storage: Storage) -> Storage:
         """Refuse a setting that this weight could only ignore; where there is memory, choose its encoding."""
@@ -121,19 +137,26 @@ class Rounding(Rule):
                              "has it; leave second_moment out, or build the layer with memory=False")
         if self.momentum_rank and storage.memory_bits:
             raise UsageError(f"momentum_rank={self.momentum_rank} is for weights without memory, and this one ({kept}) has "
-                             "it, with inertia for its momentum; leave momentum_rank out, or build the layer with "
-                             "memory=False")
+                             "it, with inertia for its momentum; take momentum=0.95, or build the layer with memory=False")
         return replace(storage, inertia=self.follow < FOLLOW_ALL)
 
     @property
     def replays(self) -> bool:
         """What looks at whole matrices takes scratch of the votes' own size, which a recorded step would keep for itself."""
-        return not (self.orthogonalize or self.momentum_rank)
+        return not (self.orthogonalize or self.running_mean)
+
+    @property
+    def running_mean(self) -> RunningMean | None:  # type: ignore[override]
+        """Of votes: how it is kept, if there is to be one."""
+        if self.momentum:
+            return Momentum(float(self.momentum), self.momentum_bits)
+        return LowRank(self.momentum_rank) if self.momentum_rank else None
 
     @property
     def follow(self) -> int:
         """The chance of a level to follow, in 1/256, and never none."""
-        inertia = INERTIA if self.inertia is None else self.inertia
+        own = 0.0 if self.momentum else INERTIA
+        inertia = own if self.inertia is None else self.inertia
         return max(1, round((1 - inertia) * FOLLOW_ALL))
 
     def threshold_for(self, storage: Storage) -> float | None:
@@ -147,7 +170,7 @@ class Rounding(Rule):
         if storage.memory_bits:
             return 0.0
         if self.momentum_rank:
-            return MOMENTUM_THRESHOLD
+            return RANK_THRESHOLD
         return min(THRESHOLD_SPACINGS * SPACING[storage.bits + storage.spare_bits], MOST_THRESHOLD)
 
     def job(self, weight: WeightStep) -> RoundingJob:
@@ -155,7 +178,8 @@ class Rounding(Rule):
         storage, threshold = weight.storage, self.threshold_for(weight.storage)
         inputs = weight.fan_in or weight.votes.shape[1]
         levels = levels_per_step(weight.scale, storage.bits, inputs, weight.branches)
-        levels *= 1.0 if storage.memory_bits else PACKED_LR * (MOMENTUM_LR if self.momentum_rank else 1.0)
+        levels *= 1.0 if storage.memory_bits else PACKED_LR
+        levels *= MOMENTUM_LR if self.momentum else RANK_LR if self.momentum_rank else 1.0
         runs = self._keeps_second_moment(storage)
         return RoundingJob(weight.stored, weight.votes, storage, weight.key,
                            lr_scale(levels, storage.resolution, threshold or 0.0), weight.bound, threshold, self.follow,

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from gft.philox import NoiseKey
+from gft.rules.mean import RunningMean
 from gft.settings import Setting, check_number
 from gft.storage import Storage
 
@@ -76,7 +77,7 @@ class Rule(Setting):
 
     lr_meaning: ClassVar[str] = "the learning rate"
     orthogonalize: ClassVar[bool] = False  # are the votes made orthogonal (rules/orthogonalize.py) before the step?
-    momentum_rank: ClassVar[int] = 0  # of a running mean of votes that joins them (rules/momentum.py) before the step
+    running_mean: ClassVar[RunningMean | None] = None  # of votes, which joins or replaces them (rules/mean.py) before it
 
     @property
     def replays(self) -> bool:

@@ -1,4 +1,4 @@
-"""`Rounding(momentum_rank=…)`: packed weights follow their votes and a running mean of them, kept as few directions."""
+"""`Rounding(momentum=…)`: weights follow a running mean of their votes, of which each keeps 8 bits or 4."""
 
 import copy
 
@@ -6,77 +6,96 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import losses_step_by_step_and_captured, train
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import gft
 from gft import reference
-from gft.rules import matrices
-from gft.rules.matrices import BOUND, ONE
-from gft.rules.momentum import start, with_momentum
+from gft.philox import NoiseKey
+from gft.rules.matrices import BOUND
+from gft.rules.mean import State
+from gft.rules.momentum import MEAN, UNIT, Momentum
+from gft.rules.orthogonalize import orthogonalized
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = [(5, 9), (9, 5), (1, 7), (7, 1), (1, 1), (12, 30)]
+CPU = torch.device("cpu")
 
 
-def some_votes(shape: tuple[int, int], steps: int = 4) -> list[torch.Tensor]:
-    return [torch.randint(-99, 100, shape, dtype=torch.int32) for _ in range(steps)]
+def some_votes(shape: tuple[int, int], steps: int = 1) -> list[torch.Tensor]:
+    return [torch.randint(-999, 1000, shape, dtype=torch.int32) for _ in range(steps)]
+
+
+def renewed(kept: Momentum, steps: list[torch.Tensor], seed: int = 0) -> tuple[list[torch.Tensor], State]:
+    """What moves the weights in each step, and what is kept in the end."""
+    state = kept.start(*steps[0].shape, steps[0].device)
+    return [kept.renew([one], [state], [NoiseKey(seed, step, 3)])[0] for step, one in enumerate(steps)], state
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", SHAPES, ids="{0[0]}x{0[1]}".format)
-def test_a_mean_of_full_rank_is_the_running_mean(shape, device):
-    """With as many directions as the matrix has nothing is left out, and the definition is an average."""
-    steps = some_votes(shape)
-    mean = start(*shape, 99, torch.device(device))
-    betas = [with_momentum([one.to(device)], [mean])[0] for one in steps]
-    wanted = reference.with_momentum([one.tolist() for one in steps])
-    assert mean.shape == (sum(shape), min(shape))
-    for beta, one in zip(betas, wanted, strict=True):
-        assert beta.dtype == torch.int32
-        assert (beta.cpu() - torch.tensor(one) * ONE).abs().max() <= 2e-3 * ONE
+def test_what_moves_weights_is_nesterovs_mean_up_to_the_rounding_of_the_mean(shape, device):
+    steps = some_votes(shape, 6)
+    moves, _ = renewed(Momentum(0.8), [one.to(device) for one in steps])
+    wanted = reference.nesterov([one.tolist() for one in steps], 0.8)
+    for move, one in zip(moves, map(torch.tensor, wanted), strict=True):
+        assert move.dtype == torch.int32
+        assert move.abs().max() == BOUND
+        length = one.abs().max()
+        # A rounding is off by less than a unit, 999/127, a step, and the steps before it by 0.8, 0.64, … of theirs.
+        assert (move.cpu() / BOUND * length - one).abs().max() <= 2 * 0.8 * 5 * 999 / 127
 
 
-def test_left_is_orthonormal_and_what_steps_agree_on_is_found_among_noise():
-    rows, columns, rank = 60, 80, 4
-    agreed = torch.randn(rows, 2) @ torch.randn(2, columns)
-    mean, alone = start(rows, columns, rank, torch.device("cpu")), []
-    for _ in range(60):
-        votes = (100 * (agreed * 0.3 + torch.randn(rows, columns))).to(torch.int32)
-        beta, = with_momentum([votes], [mean])
-        left, found = mean[:rows], mean[:rows] @ mean[rows:].T
-        alone.append(float(F.cosine_similarity(votes.float().flatten(), agreed.flatten(), 0)))
-    assert torch.allclose(left.T @ left, torch.eye(rank), atol=1e-4)
-    assert float(F.cosine_similarity(found.flatten(), agreed.flatten(), 0)) > 0.85
-    assert float(F.cosine_similarity(beta.float().flatten(), agreed.flatten(), 0)) > max(alone) + 0.2
+@given(st.integers(1, 9), st.integers(1, 9), st.sampled_from((8, 4)), st.integers(0, 2**31))
+def test_the_mean_is_rounded_without_bias_and_lies_within_its_units(rows, columns, bits, seed):
+    torch.manual_seed(seed)
+    votes, kept = some_votes((rows, columns))[0], Momentum(0.9, bits)
+    means = []
+    for draw in range(40):
+        _, state = renewed(kept, [votes], draw)
+        means.append(kept.mean_of(state, columns))
+        assert (means[-1] - 0.1 * votes).abs().max() <= state[UNIT].max()
+    assert state[MEAN].shape == kept.tensors(rows, columns)[MEAN].shape
+    deviation = state[UNIT].max() / 2 / 40**0.5
+    assert (torch.stack(means).mean(0) - 0.1 * votes).abs().max() <= 6 * deviation + 1e-3
 
 
-def test_a_step_without_votes_leaves_the_mean_as_it_is():
-    mean = start(4, 6, 2, torch.device("cpu"))
-    none = torch.zeros(4, 6, dtype=torch.int32)
-    before = mean.clone()
-    assert not with_momentum([none], [mean])[0].any()
-    assert torch.equal(mean, before)
-    with_momentum([torch.randint(-9, 10, (4, 6))], [mean])
-    after = mean.clone()
-    beta, = with_momentum([none], [mean])
-    assert torch.equal(mean, after)
-    assert after.abs().max() > 0
-    assert beta.any()  # the mean alone
+def test_no_votes_leave_no_mean_and_one_column_does_not_look_at_another():
+    none, kept = torch.zeros(4, 5, dtype=torch.int32), Momentum(0.95)
+    (move,), state = renewed(kept, [none])
+    assert not move.any()
+    assert not state[MEAN].any()
+    one = none.clone()
+    one[:, 2] = torch.tensor([1, -2, 3, 0])
+    small = none.clone()
+    small[:, 2], small[:, 0] = one[:, 2], 2**30
+    (_, state), (_, beside) = (renewed(kept, [votes]) for votes in (one, small))
+    assert torch.equal(state[MEAN][:, 2], beside[MEAN][:, 2])
+    assert state[MEAN][:, 2].abs().max() == 127
+    wide = torch.full((3, 4), 2**62)
+    (move,), _ = renewed(kept, [wide])
+    assert torch.equal(move, torch.full((3, 4), BOUND, dtype=torch.int32))
+    assert [one.shape for one in renewed(kept, [torch.zeros(0, 4, dtype=torch.int32)])[0]] == [(0, 4)]
 
 
-def test_layers_have_means_of_their_own_and_none_exceeds_the_bound(monkeypatch):
-    monkeypatch.setattr(matrices, "AT_ONCE", 200)
-    shapes = [(8, 12), (12, 8), (8, 12), (8, 12), (3, 5), (30, 40)]
-    votes, cpu = [some_votes(shape, 1)[0] for shape in shapes], torch.device("cpu")
-    votes[0] = torch.full((8, 12), 2**62)
-    means, others = ([start(*shape, 3, cpu) for shape in shapes] for _ in range(2))
-    for _ in range(3):
-        for one, among in zip((with_momentum([one], [mean])[0] for one, mean in zip(votes, others, strict=True)),
-                              with_momentum(votes, means), strict=True):
-            assert (one - among).abs().max() <= 8  # of 2^20
-            assert among.abs().max() <= BOUND
-    assert all(torch.allclose(one, other, atol=1e-4) for one, other in zip(means, others, strict=True))
-    assert with_momentum([], []) == []
+@pytest.mark.parametrize("bits", [8, 4])
+def test_what_steps_agree_on_is_found_among_noise(bits):
+    agreed = torch.randn(60, 80)
+    noisy = [(100 * (agreed * 0.3 + torch.randn(60, 80))).to(torch.int32) for _ in range(60)]
+    moves, _ = renewed(Momentum(0.95, bits), noisy)
+    likeness = [float(F.cosine_similarity(one.float().flatten(), agreed.flatten(), 0)) for one in (moves[-1], noisy[-1])]
+    assert likeness[0] > likeness[1] + (0.4 if bits == 8 else 0.3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_gpu_keeps_the_same_bits(bits):
+    steps = some_votes((33, 70), 5)
+    (moves, state), (others, other) = (renewed(Momentum(0.95, bits), [one.to(device) for one in steps])
+                                       for device in ("cpu", "cuda"))
+    assert all(torch.equal(one, another.cpu()) for one, another in zip(moves, others, strict=True))
+    assert all(torch.equal(state[name], other[name].cpu()) for name in state)
 
 
 # ---------------------------------------------------------------------------------------------------- in the optimizer
@@ -84,8 +103,8 @@ def test_layers_have_means_of_their_own_and_none_exceeds_the_bound(monkeypatch):
 
 def integer_net(bits: int = 2, **kept) -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(24, 40), nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 5))
-    return gft.quantize_(model, bits, lambda module, name: name != "4", **{"memory": False, **kept})
+    model = nn.Sequential(nn.Linear(24, 40), nn.ReLU(), nn.Linear(40, 41), nn.ReLU(), nn.Linear(41, 5))
+    return gft.quantize_(model, bits, lambda module, name: name != "4", **kept)
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 30) -> list[float]:
@@ -94,38 +113,70 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 30) -
     return train(model, optimizer, [(x, (x @ torch.randn(24, 5, generator=generator)).argmax(1))] * count)
 
 
-RULE = gft.Rounding(momentum_rank=4)
+RULE = gft.Rounding(momentum=0.9, orthogonalize=True)
 
 
-@pytest.mark.parametrize(("settings", "in_backward"), [({}, False), ({"memory": "half"}, False), ({"bits": 4}, True)],
-                         ids=["packed", "half a byte", "4 bits, in backward"])
-def test_networks_learn_by_it(settings, in_backward):
-    model, rule = integer_net(**settings), gft.Rounding(momentum_rank=4, threshold=0.6)  # the default starts slowly
+@pytest.mark.parametrize(("settings", "rule", "in_backward"), [
+    ({}, RULE, False), ({"bits": 4}, gft.Rounding(momentum=0.9), True),
+    ({"memory": "half"}, gft.Rounding(momentum=0.9, momentum_bits=4, orthogonalize=True), False),
+    ({"memory": False}, gft.Rounding(momentum=0.9, momentum_bits=4, threshold=0.6), False),
+    ({"bits": 3}, gft.Rounding(momentum=0.9, inertia=0.5), False)],
+    ids=["orthogonalized", "as they are, in backward", "half a byte and 4 bits", "packed", "with inertia"])
+def test_networks_learn_by_it(settings, rule, in_backward):
+    model = integer_net(**settings)
     own = gft.GFT(gft.quantized(model), 0.2, rule, in_backward=in_backward, seed=3)
-    losses = steps(model, gft.Hybrid(own, torch.optim.AdamW(gft.dense(model), lr=1e-3)), 40)
+    losses = steps(model, gft.Hybrid(own, torch.optim.AdamW(gft.dense(model), lr=1e-3)), 60)
     assert losses[-1] < 0.7 * losses[0]
     assert own.flips() > 0
 
 
 @pytest.mark.gpu
-def test_a_captured_step_learns_by_it():
-    rule = gft.Rounding(momentum_rank=4, threshold=0.6)  # the default starts slowly
+@pytest.mark.parametrize("rule", [RULE, gft.Rounding(momentum=0.9, momentum_bits=4)], ids=str)
+def test_a_captured_step_learns_by_it(rule):
     one_by_one, captured = losses_step_by_step_and_captured(integer_net(4), 0.2, rule)
     assert captured[-1] < 0.8 * captured[0]
     assert captured == pytest.approx(one_by_one, rel=0.1, abs=0.05)
 
 
-def test_weights_move_half_as_far_as_if_the_joined_votes_had_been_cast_and_beyond_two_rms():
-    votes, ends = some_votes((8, 12), 1)[0], []
-    cast_before = with_momentum([votes], [start(8, 12, 4, torch.device("cpu"))])[0]
-    for rule, lr, cast in ((RULE, 0.8, votes), (gft.Rounding(threshold=2.0), 0.4, cast_before)):
+def test_state_is_a_byte_or_half_of_one_a_weight_and_a_float_a_column():
+    for bits, bytes_a_row in ((8, 41), (4, 21)):
+        model = integer_net()
+        optimizer = gft.GFT(gft.quantized(model), rule=gft.Rounding(momentum=0.9, momentum_bits=bits))
+        model[2](torch.randn(8, 40)).square().sum().backward()
+        model[0](torch.randn(8, 24)).square().sum().backward()
+        optimizer.step()
+        shapes = [tuple(optimizer.state[weight][name].shape) for weight in gft.quantized(model) for name in (MEAN, UNIT)]
+        assert shapes == [(40, 24 if bits == 8 else 12), (24,), (41, 40 if bits == 8 else 20), (40,)], bytes_a_row
+
+
+def test_weights_move_by_a_quarter_of_lr_as_if_the_mean_had_been_cast():
+    votes, ends = some_votes((8, 12))[0], []
+    (mean,), _ = renewed(Momentum(0.9), [votes])
+    for rule, lr, cast in ((gft.Rounding(momentum=0.9), 0.8, votes), (gft.Rounding(inertia=0.0), 0.2, mean),
+                           (RULE, 0.8, votes), (gft.Rounding(inertia=0.0), 0.2, orthogonalized([mean], alone=True)[0])):
         torch.manual_seed(1)
-        layer = gft.QuantLinear(12, 8, bits=4, memory=False)
+        layer = gft.QuantLinear(12, 8, bits=4)
         optimizer = gft.GFT([layer.qweight], lr, rule, seed=5)
         layer.votes.votes, layer.votes.tokens = cast, BOUND
         optimizer.step()
         ends.append(layer.qweight.clone())
-    assert torch.equal(*ends)
+    assert torch.equal(*ends[:2])
+    assert torch.equal(*ends[2:])
+    assert not torch.equal(ends[0], ends[2])
+
+
+def test_layers_and_steps_round_their_means_by_numbers_of_their_own():
+    """Two layers with the same votes, and one layer with the same votes in two micro-batches."""
+    torch.manual_seed(1)
+    layers = nn.ModuleList(gft.QuantLinear(12, 8, bits=4) for _ in range(2))
+    optimizer = gft.GFT(gft.quantized(layers), rule=RULE, seed=5)
+    votes = some_votes((8, 12))[0]
+    for layer in layers:
+        layer.votes.votes, layer.votes.tokens = votes, BOUND
+    optimizer.step()
+    one, other = (optimizer.state[layer.qweight][MEAN] for layer in layers)
+    assert not torch.equal(one, other)
+    assert (one - other).abs().max() <= 1
 
 
 def test_a_resumed_run_ends_as_one_never_stopped(tmp_path):
@@ -138,49 +189,53 @@ def test_a_resumed_run_ends_as_one_never_stopped(tmp_path):
     empty = copy.deepcopy(optimizer.state_dict())  # has room for a mean, and none
     steps(whole, optimizer, 5)
     gft.save_checkpoint(tmp_path / "run", whole, optimizer)
-    assert {tuple(state["momentum"].shape) for state in optimizer.optimizers[0].state.values()} == {(64, 4), (80, 4)}
     steps(whole, optimizer, 5)
     resumed, other = built()
     other.load_state_dict(empty)
     gft.load_checkpoint(tmp_path / "run", resumed, other)
     steps(resumed, other, 5)
     assert all(map(torch.equal, whole.parameters(), resumed.parameters()))
+    assert other.optimizers[0].state[resumed[0].qweight][MEAN].any()
 
 
 def test_a_mean_of_another_shape_or_damaged_is_refused_and_changes_nothing(refuses):
     model = integer_net()
     optimizer = gft.GFT(gft.quantized(model), 0.2, RULE)
     steps(model, optimizer, 2)
-    before = optimizer.state[model[0].qweight]["momentum"].clone()
-    for change, words in ((lambda mean: mean[1:], r"of shape \(64, 4\)"), (lambda mean: mean.double(), "float32"),
-                          (lambda mean: mean * float("nan"), "not finite"), (lambda mean: "text", "text")):
+    before = optimizer.state[model[0].qweight][MEAN].clone()
+    for name, change, words in ((MEAN, lambda mean: mean[1:], r"int8 of shape \(40, 24\)"),
+                                (MEAN, lambda mean: mean.float(), "int8"), (UNIT, lambda unit: None, "None"),
+                                (UNIT, lambda unit: unit * float("nan"), "not finite")):
         state = optimizer.state_dict()
-        state["state"][0]["momentum"] = change(state["state"][0]["momentum"])
-        with refuses(ValueError, f"a mean of votes.*{words}"):
+        state["state"][0][name] = change(state["state"][0][name])
+        with refuses(ValueError, f"a {name} of votes.*{words}"):
             optimizer.load_state_dict(state)
-    assert torch.equal(optimizer.state[model[0].qweight]["momentum"], before)
+    assert torch.equal(optimizer.state[model[0].qweight][MEAN], before)
 
 
-def test_a_rule_of_another_rank_starts_a_new_mean_and_one_without_keeps_none():
-    model = integer_net()
+def test_a_rule_that_keeps_another_mean_starts_anew_and_one_without_keeps_none():
+    model = integer_net(memory=False)
     optimizer = gft.GFT(gft.quantized(model), 0.2, RULE)
-    steps(model, optimizer, 2)
-    optimizer.param_groups[0]["rule"] = gft.Rounding(momentum_rank=2)
-    optimizer.load_state_dict(optimizer.state_dict())  # saved before the rule took a step
-    steps(model, optimizer, 1)
-    assert optimizer.state[model[0].qweight]["momentum"].shape == (64, 2)
-    state = optimizer.state_dict()
-    state["param_groups"][0]["rule"] = gft.Rounding().to_dict()
-    optimizer.load_state_dict(state)
-    assert "momentum" not in optimizer.state[model[0].qweight]
+    weight = model[0].qweight
+    for rule, shape in ((RULE, (40, 24)), (gft.Rounding(momentum=0.5, momentum_bits=4), (40, 12)),
+                        (gft.Rounding(momentum_rank=2), (64, 2))):
+        optimizer.param_groups[0]["rule"] = rule
+        optimizer.load_state_dict(optimizer.state_dict())  # saved before the rule took a step
+        steps(model, optimizer, 1)
+        assert optimizer.state[weight][MEAN].shape == shape
+    assert UNIT not in optimizer.state[weight]
+    optimizer.param_groups[0]["rule"] = gft.Rounding()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert MEAN not in optimizer.state[weight]
 
 
 def test_what_cannot_be_is_refused(refuses):
-    for wrong in (-1, 5000, 2.5, True, "16"):
-        with refuses((ValueError, TypeError), "momentum_rank="):
-            gft.Rounding(momentum_rank=wrong)
-    with refuses(ValueError, "choose one"):
-        gft.Rounding(momentum_rank=4, orthogonalize=True)
-    model = integer_net(memory=True)
-    with refuses(ValueError, "momentum_rank=4 is for weights without memory"):
-        gft.GFT(gft.quantized(model), rule=RULE)
+    for wrong in (-0.1, 1, 1.5, "0.9", None, float("nan")):
+        with refuses((ValueError, TypeError), "momentum="):
+            gft.Rounding(momentum=wrong)
+    with refuses(ValueError, "momentum_bits=5: choose one of 8, 4"):
+        gft.Rounding(momentum=0.9, momentum_bits=5)
+    with refuses(ValueError, "momentum_bits=4 would not be used.*momentum=0.95"):
+        gft.Rounding(momentum_bits=4)
+    with refuses(ValueError, "momentum and momentum_rank.*choose one"):
+        gft.Rounding(momentum=0.9, momentum_rank=4)

@@ -31,7 +31,8 @@ from gft.rules.orthogonalize import orthogonalized
 WORLD = 3
 STEPS = 4
 ORTHOGONALIZED = gft.Rounding(inertia=0.7, orthogonalize=True)
-WITH_MOMENTUM = gft.Rounding(momentum_rank=3)
+LOW_RANK = gft.Rounding(momentum_rank=3)
+WITH_MOMENTUM = gft.Rounding(momentum=0.8)
 
 
 def batches_of(steps: int = STEPS, size: int = 16) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -220,7 +221,8 @@ def scenarios(rank: int, folder: Path) -> dict:
     result["summed"] = summed_votes(rank, 12 * 127**2)
     result["shared out"] = shared_out_votes(rank)
     result["orthogonalize"] = end_of(*by_signs("rounding", (6, 5, 5), rule=ORTHOGONALIZED))
-    result["momentum"] = end_of(*by_signs("packed", (6, 5, 5), rule=WITH_MOMENTUM))
+    result["low rank"] = end_of(*by_signs("packed", (6, 5, 5), rule=LOW_RANK))
+    result["momentum"] = end_of(*by_signs("rounding", (6, 5, 5), rule=WITH_MOMENTUM))
     model, own = by_signs("rounding", (6, 5, 5))
     with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as collective:
         go_on(model, own, batches_of()[:1], (6, 5, 5))
@@ -312,7 +314,7 @@ def test_each_rank_orthogonalizes_some_layers_for_all(ranks):
 
 
 @pytest.mark.parametrize(("name", "way", "rule"), [
-    ("orthogonalize", "rounding", ORTHOGONALIZED), ("momentum", "packed", WITH_MOMENTUM)])
+    ("orthogonalize", "rounding", ORTHOGONALIZED), ("low rank", "packed", LOW_RANK)])
 def test_ranks_that_look_at_whole_matrices_take_the_same_steps(name, way, rule, ranks):
     model, own = by_signs(way, rule=rule)
     assert own.flips() > 0
@@ -323,6 +325,13 @@ def test_ranks_that_look_at_whole_matrices_take_the_same_steps(name, way, rule, 
                                 if key.startswith("parameter")]).mean() for one in (alone, as_they_are))
     assert same > 0.99  # a float rounded otherwise may move a weight
     assert as_cast < 0.9
+
+
+def test_momentum_is_the_same_to_the_bit_on_one_rank_and_several(ranks):
+    alone = end_of(*by_signs("rounding", rule=WITH_MOMENTUM))
+    assert any(name.endswith("momentum") for name in alone)
+    for result in ranks:
+        assert_equal(result["momentum"], alone)
 
 
 def test_a_step_of_small_layers_takes_two_collectives_for_signs(ranks):

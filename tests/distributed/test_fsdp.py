@@ -496,6 +496,6 @@ def test_what_cannot_work_says_what_to_do(ranks):
         assert "gft.quantize_ before it" in result["quantize"]
         assert "a model that is whole" in result["dequantize"]
         assert "in_backward=True" in result["whole, in backward"]
-        assert "momentum_rank looks at whole matrices" in result["momentum"]
+        assert "momentum_rank=2 looks at whole matrices" in result["momentum"]
         assert "is for weights that fully_shard" in result["whole, as bytes"]
         assert "wire='int4'" in result["another wire"]

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from gft.errors import UsageError
 from gft.lab.recipe import Integers
 from gft.layers import QuantLayer
-from gft.rules import momentum
+from gft.rules import lowrank
 from gft.rules.matrices import newton_schulz_multiply_adds
 
 PICOJOULE = 1e-12
@@ -208,7 +208,7 @@ def whole_matrices_j(integers: Integers, shapes: Iterable[tuple[int, int]], node
     """Joules that a rule's looking at whole matrices adds to one optimizer step: all that its settings ask for."""
     shapes = list(shapes)
     joules = orthogonalize_j(shapes, node) if integers.orthogonalize else 0.0
-    macs = sum(momentum.multiply_adds(*shape, integers.momentum_rank) for shape in shapes) if integers.momentum_rank else 0
+    macs = sum(lowrank.multiply_adds(*shape, integers.momentum_rank) for shape in shapes) if integers.momentum_rank else 0
     return joules + mac_pj("fp32", node) * PICOJOULE * macs
 
 

@@ -68,6 +68,7 @@ ROWS = {
     "adamw": Row("AdamW", Integers()),
     "muon": Row("Muon + AdamW", Integers(), "muon"),
     **{f"gft-{bits}bit": _gft("GFT", bits) for bits in (4, 3, 2)},
+    **{f"gft-{bits}bit-momentum": _gft("GFT, momentum", bits, orthogonalize=True, momentum=0.95) for bits in (4, 3, 2)},
     **{f"gft-{bits}bit-packed": _gft("GFT, packed", bits, memory=False, momentum_rank=16) for bits in (4, 2)},
     "gft-2bit-half": _gft("GFT, half a byte", 2, memory=HALF, momentum_rank=16),
     "bitnet-2bit": _bitnet("BitNet b1.58", 2),
