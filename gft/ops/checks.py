@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gft.errors import UsageError
 from gft.ops.levels import Scaling
+from gft.ops.momentum import KeptMean
 from gft.ops.rounding import RoundingJob, RoundingPlan
 from gft.ops.topk import TopKPlan
 from gft.storage import Storage
@@ -119,6 +120,15 @@ def check_pair(grad_output: Tensor, x: Tensor) -> None:
     if grad_output.shape[0] != x.shape[0] or grad_output.device != x.device:
         raise UsageError(f"grad_output has {grad_output.shape[0]} tokens on {grad_output.device} but x has {x.shape[0]} on "
                          f"{x.device}")
+
+
+def check_kept(kept: KeptMean, votes: Tensor) -> None:
+    """Refuse a running mean and votes that do not belong together."""
+    check_matrix("the votes", votes)
+    rows, columns = votes.shape
+    shape, dtype = ((rows, columns), torch.int8) if kept.bits == 8 else ((rows, -(-columns // 2)), torch.uint8)
+    check_tensor("the mean of votes", kept.stored, shape, dtype, votes.device)
+    check_tensor("the units of the mean of votes", kept.unit, (columns,), torch.float32, votes.device)
 
 
 def are_votes(votes: Tensor, first: int = 0) -> bool:
