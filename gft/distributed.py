@@ -132,6 +132,15 @@ def _look_until_done(work: Any, longest: timedelta) -> None:
 
 def sum_over(ranks: Ranks, tensors: Iterable[Tensor]) -> None:
     """Sum contiguous tensors over ranks, in place. All ranks bring the same shapes and types in the same order."""
+    _reduce_over(ranks, dist.ReduceOp.SUM, tensors)
+
+
+def largest_over(ranks: Ranks, tensors: Iterable[Tensor]) -> None:
+    """The largest of each entry, likewise."""
+    _reduce_over(ranks, dist.ReduceOp.MAX, tensors)
+
+
+def _reduce_over(ranks: Ranks, how: Any, tensors: Iterable[Tensor]) -> None:
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
@@ -140,10 +149,10 @@ def sum_over(ranks: Ranks, tensors: Iterable[Tensor]) -> None:
         for bucket in buckets([tensor.nbytes for tensor in alike], BUCKET):
             some = [alike[index] for index in bucket]
             if len(some) == 1:
-                all_reduce(some[0], ranks.group)
+                all_reduce(some[0], ranks.group, how)
                 continue
             flat = torch.cat([tensor.view(-1) for tensor in some])
-            all_reduce(flat, ranks.group)
+            all_reduce(flat, ranks.group, how)
             parts = flat.split([tensor.numel() for tensor in some])
             torch._foreach_copy_([tensor.view(-1) for tensor in some], list(parts))
 

@@ -34,11 +34,12 @@ from gft.distributed import (
 )
 from gft.errors import UsageError, UsageTypeError, shortened
 from gft.layers import QuantLayer, layer_of
+from gft.philox import NoiseKey
 from gft.replay import StepGraph
 from gft.rules import Part, Rounding, Rule, TopK, WeightStep
 from gft.rules.matrices import BOUND
-from gft.rules.mean import ROOM, RunningMean, State
-from gft.saved import is_number, is_plain, mapping, saved_groups, whole_number
+from gft.rules.mean import RunningMean, State
+from gft.saved import is_number, mapping, saved_groups, whole_number
 from gft.settings import check_choice
 from gft.sharding import (
     check_sharding,
@@ -50,8 +51,9 @@ from gft.sharding import (
     part_of,
     scatter_of,
 )
+from gft.state import MEANS, RUNNING, copied, is_room, read_state, shared_as, taken_mean, with_room
 from gft.storage import Storage
-from gft.votes import Int8, Sign, Vote, VoteAccumulator, check_running, renew, running_lengths
+from gft.votes import Int8, Sign, Vote, VoteAccumulator, renew
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -62,8 +64,6 @@ PAPER: Mapping[str, Any] = MappingProxyType({"lr": 0.75, "rule": TopK(p_min=0.00
 LR = 0.2  # unless it is given
 
 SETTINGS = ("lr", "rule", "vote", "seed", "in_backward", "step", "wire")  # of a group
-RUNNING = ("x_rms", "grad_rms", "second_moment")  # what of an accumulator the state_dict keeps, and
-MEANS = ("momentum", "momentum_unit")  # of votes, where a rule keeps one: in the optimizer's state alone
 GPU_STEPS_BETWEEN_REPORTS = 100
 RENEWAL = 3 << 30  # the calls by which running means draw their noise; moves, and votes on the wire, have smaller ones
 
@@ -170,7 +170,7 @@ class GFT(Optimizer):
             if is_sharded(weight):
                 votes.scatter, self._parts[weight] = scatter_of(weight), part_of(weight)
             for name in RUNNING:
-                if name in self.state[weight] and _is_room(self.state[weight][name]):
+                if name in self.state[weight] and is_room(self.state[weight][name]):
                     del self.state[weight][name]
                 setattr(votes, name, self.state[weight].get(name))
             votes.check_state(layer.inputs, (layer.rows, layer.columns), layer.outputs)
@@ -182,8 +182,8 @@ class GFT(Optimizer):
     def _check_mean(self, weight: Tensor, layer: QuantLayer, rule: Rule) -> None:
         """Keep the running mean of a weight's votes, as a state_dict may have brought it, for a rule that has such a one."""
         state = self.state[weight]
-        found = {name: state.pop(name) for name in MEANS if name in state}
-        if rule.running_mean is not None and found and not any(map(_is_room, found.values())):
+        found = taken_mean(state)
+        if rule.running_mean is not None and found:
             rule.running_mean.check(found, layer.rows, layer.columns)
             state.update(found)
 
@@ -271,16 +271,14 @@ class GFT(Optimizer):
         rule = group["rule"]
         votes: list[Any] = [self._accumulators[weight].votes for weight in weights]
         if rule.running_mean is not None:
-            means = [self._mean(weight, rule.running_mean, *one.shape) for weight, one in zip(weights, votes, strict=True)]
-            keys = [self._accumulators[weight].key(0, RENEWAL + call) for weight in weights]
-            bound, votes = BOUND, renewed_over(self.ranks, rule.running_mean, votes, means, keys)
+            bound, votes = BOUND, self._averaged(weights, votes, rule.running_mean, call)
         if rule.orthogonalize:
             bound, votes = BOUND, self._orthogonalized(weights, votes, alone=rule.running_mean is not None)
         by_device: dict[torch.device, list[tuple[VoteAccumulator, WeightStep]]] = {}
         for parameter, beta in zip(weights, votes, strict=True):
             one, part = self._accumulators[parameter], self._parts.get(parameter)
             if (layer := one.layer()) is not None:
-                key = one.key(0, call, 0 if part is None else part.first_row * layer.columns)
+                key = self._key(parameter, call, layer.columns)
                 weight = WeightStep(own_rows(parameter), beta, one.bound if bound is None else bound, layer.storage,
                                     layer.scale_number(), key, one.second_moment, layer.fan_in, layer.branches or 1, part)
                 by_device.setdefault(weight.stored.device, []).append((one, weight))
@@ -291,22 +289,46 @@ class GFT(Optimizer):
                     one.flips = flips if one.flips is None else one.flips + flips
                 one.new_second_moment = second_moment
 
-    def _orthogonalized(self, weights: Sequence[Tensor], votes: Sequence[Tensor], alone: bool) -> list[Tensor]:
-        parts = [number for number, weight in enumerate(weights) if weight in self._parts]
-        whole = [number for number, weight in enumerate(weights) if weight not in self._parts]
-        results = dict(zip(whole, orthogonalized_over(self.ranks, [votes[number] for number in whole], alone), strict=True))
-        results |= zip(parts, orthogonalized_rows([votes[number] for number in parts],
-                                                  [weights[number] for number in parts]), strict=True)
+    def _key(self, weight: Tensor, call: int, columns: int) -> NoiseKey:
+        """A weight's random numbers in this step, and which of them are those of this rank's first row."""
+        part = self._parts.get(weight)
+        return self._accumulators[weight].key(0, call, 0 if part is None else part.first_row * columns)
+
+    def _averaged(self, weights: Sequence[Tensor], votes: Sequence[Tensor], kept: RunningMean, call: int) -> list[Tensor]:
+        """What a running mean makes of votes: weights whose rows ranks share out, and all others."""
+        means = [self._mean(weight, kept, one.shape[1]) for weight, one in zip(weights, votes, strict=True)]
+        keys = [self._key(weight, RENEWAL + call, one.shape[1]) for weight, one in zip(weights, votes, strict=True)]
+        whole, parts = self._whole_and_parts(weights)
+
+        def of(numbers: list[int]) -> tuple[list[Tensor], list[State], list[NoiseKey]]:
+            return [votes[one] for one in numbers], [means[one] for one in numbers], [keys[one] for one in numbers]
+
+        results = dict(zip(whole, renewed_over(self.ranks, kept, *of(whole)), strict=True))
+        if parts:
+            take_largest = self._parts[weights[parts[0]]].take_largest
+            results |= zip(parts, kept.renew(*of(parts), take_largest), strict=True)
         return [results[number] for number in range(len(weights))]
 
-    def _mean(self, weight: Tensor, kept: RunningMean, rows: int, columns: int) -> State:
-        """The running mean of a weight's votes; a new one where there is none, or one of another kind."""
+    def _whole_and_parts(self, weights: Sequence[Tensor]) -> tuple[list[int], list[int]]:
+        """The numbers of the weights that this rank has whole, and of those of which it has some rows."""
+        parts = [number for number, weight in enumerate(weights) if weight in self._parts]
+        return [number for number in range(len(weights)) if number not in parts], parts
+
+    def _orthogonalized(self, weights: Sequence[Tensor], votes: Sequence[Tensor], alone: bool) -> list[Tensor]:
+        whole, parts = self._whole_and_parts(weights)
+        results = dict(zip(whole, orthogonalized_over(self.ranks, [votes[number] for number in whole], alone), strict=True))
+        results |= zip(parts, orthogonalized_rows([votes[number] for number in parts],
+                                                  [weights[number] for number in parts], alone), strict=True)
+        return [results[number] for number in range(len(weights))]
+
+    def _mean(self, weight: Tensor, kept: RunningMean, columns: int) -> State:
+        """This rank's rows of the running mean of a weight's votes; a new one where there is none of this kind."""
         state = self.state[weight]
-        if not kept.fits(state, rows, columns):
+        if not kept.fits(state, weight.shape[0], columns):
             for name in MEANS:
                 state.pop(name, None)
-            state.update(kept.start(rows, columns, weight.device))
-        return {name: state[name] for name in kept.tensors(rows, columns)}
+            state.update(shared_as(kept.start(len(own_rows(weight)), columns, weight.device), weight, kept))
+        return {name: own_rows(state[name]) for name in kept.tensors(weight.shape[0], columns)}
 
     @torch.no_grad()
     def move_in_backward(self, votes: VoteAccumulator) -> None:
@@ -422,7 +444,7 @@ class GFT(Optimizer):
         for number, votes in enumerate(self._accumulators.values()):
             layer = votes.layer()
             if layer is not None:
-                state["state"][number] = _with_room(_copied(state["state"].get(number, {})), layer, rules[number])
+                state["state"][number] = with_room(copied(state["state"].get(number, {})), layer, rules[number])
         for group in state["param_groups"]:
             group["step"] = int(group["step"])
             group["rule"], group["vote"] = group["rule"].to_dict(), group["vote"].to_dict()
@@ -462,7 +484,7 @@ class GFT(Optimizer):
                              "set_optimizer_state_dict leaves out where they ask for no gradient; give the optimizer itself "
                              "to torch.distributed.checkpoint (docs/scaling.md)")
         for number, layer, rule in layers:
-            states[number] = _read_state(mapping(state_dict["state"][number], "the state of a weight"), layer, rule)
+            states[number] = read_state(mapping(state_dict["state"][number], "the state of a weight"), layer, rule)
         numbers = [state["number"] for state in states.values() if "number" in state]
         if len(set(numbers)) < len(numbers):
             raise UsageError("two weights in the optimizer's state_dict have one number and would draw the same random "
@@ -502,59 +524,6 @@ class GFT(Optimizer):
             self._attach(group)
 
 
-def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
-
-
-def _read_state(saved: Mapping[str, Any], layer: QuantLayer, rule: Rule) -> dict[str, Any]:
-    """The saved state of a layer's weight, looked at number by number. What of it kernels and steps will use is copied, in
-    memory of its own and one number after the other."""
-    state, shape = dict(saved), (layer.rows, layer.columns)
-    for name, length in running_lengths(layer.inputs, shape, layer.outputs).items():
-        if (scale := state.pop(name, None)) is None:
-            continue
-        check_running(name, scale.abs() if _is_room(scale) else scale, length, shape)
-        if not _is_room(scale):
-            state[name] = scale.detach().clone(memory_format=torch.contiguous_format)
-    mean = {name: state.pop(name) for name in MEANS if name in state}
-    if mean and rule.running_mean is not None and not any(map(_is_room, mean.values())):
-        rule.running_mean.check(mean, layer.rows, layer.columns)
-        state |= {name: one.detach().clone(memory_format=torch.contiguous_format) for name, one in mean.items()}
-    for name in ("flips", "last_flips"):
-        if name in state:
-            flips = state[name]
-            if not (isinstance(flips, Tensor) and is_plain(flips) and flips.dtype is torch.int64 and flips.dim() == 0):
-                raise UsageError(f"the optimizer's state has {name} that are {shortened(flips)} where one int64 belongs; "
-                                 "load a state_dict that is not damaged")
-            state[name] = flips.clone()
-    if "number" in state:
-        whole_number(state["number"], "the number of a layer in the optimizer's state", 2**30)
-    return state
-
-
-def _with_room(state: Mapping[str, Any], layer: QuantLayer, rule: Rule) -> dict[str, Any]:
-    """A weight's state, with room for what a checkpoint may hold of it."""
-    lengths = running_lengths(layer.inputs, (layer.rows, layer.columns), layer.outputs)
-    device = layer.qweight.device
-    room: dict[str, Any] = {name: torch.full((length,), -1.0, device=device) for name, length in lengths.items()}
-    state = dict(state)
-    kept = rule.running_mean
-    if kept is None or not kept.fits(state, layer.rows, layer.columns):
-        for name in MEANS:
-            state.pop(name, None)  # of a rule that the group has no more
-    if kept is not None:
-        room |= {name: torch.full(kind.shape, ROOM[kind.dtype], dtype=kind.dtype, device=device)
-                 for name, kind in kept.tensors(layer.rows, layer.columns).items()}
-    room |= {name: torch.zeros((), dtype=torch.int64, device=device) for name in ("flips", "last_flips")}
-    return room | state
-
-
-def _is_room(value: Any) -> bool:
-    """Is it what `_with_room` puts where there is nothing?"""
-    plain = isinstance(value, Tensor) and is_plain(value) and value.numel() > 0
-    return plain and bool((value == ROOM.get(value.dtype, -1)).all())
-
-
 def _refuse_loose_settings(group: Mapping[str, Any]) -> None:
     """A group may have keys of its own, as labels; but a setting of a rule or a vote beside it would be ignored."""
     for argument, kind in (("rule", Rule), ("vote", Vote)):
@@ -579,7 +548,7 @@ def check_settings(group: Mapping[str, Any], ranks: Ranks = ALONE) -> None:
     check_choice("wire", group["wire"], ("int32", "int8"))
     if group["wire"] == "int8" and not all(map(is_sharded, group["params"])):
         raise UsageError('wire="int8" is for weights that fully_shard has shared out over ranks; leave it out')
-    if rule.running_mean is not None and any(map(is_sharded, group["params"])):
+    if rule.running_mean is not None and not rule.running_mean.by_rows and any(map(is_sharded, group["params"])):
         raise UsageError(f"{rule.running_mean.setting} looks at whole matrices, and fully_shard has shared their rows out "
                          "over ranks; leave it out")
     if group["in_backward"] and ranks.world > 1 and not all(map(is_sharded, group["params"])):

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gft import ops
-from gft.distributed import Ranks, sum_over
+from gft.distributed import Ranks, largest_over, sum_over
 from gft.errors import UsageError
 from gft.philox import NoiseKey
 from gft.rules import Part
@@ -56,6 +56,18 @@ def handed_out(whole: Tensor, weight: Any) -> Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(whole, weight.device_mesh, weight.placements).to_local()
+
+
+def like_rows_of(own: Tensor, weight: Any) -> Any:
+    """This rank's rows of some tensor, as the part of a whole that ranks share out as they do this weight: in the same
+    memory, and known to torch.distributed.checkpoint."""
+    if not is_sharded(weight):
+        return own
+    from torch.distributed.tensor import DTensor
+
+    shape = torch.Size((weight.shape[0], *own.shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(own, weight.device_mesh, weight.placements, run_check=False, shape=shape, stride=stride)
 
 
 def of_first_rank(number: Tensor, weight: Any) -> Tensor:
@@ -92,7 +104,7 @@ def part_of(weight: Any) -> Part:
     """Which rows of a weight this rank moves, and how it learns of the others."""
     ranks, rows = ranks_with_rows(weight), weight.shape[0]
     first = min(ranks.rank * -(-rows // ranks.world), rows)  # as torch.chunk cuts, and fully_shard with it
-    return Part(first, rows, partial(sum_over, ranks))
+    return Part(first, rows, partial(sum_over, ranks), partial(largest_over, ranks))
 
 
 def scatter_of(weight: Any) -> Callable[[Tensor, NoiseKey | None], Tensor]:
@@ -150,16 +162,17 @@ def count_together(counts: Sequence[Tensor], weights: Sequence[Any]) -> None:
 
 
 def orthogonalized_rows(votes: Sequence[Tensor],  # on this rank's rows of each weight
-                        weights: Sequence[Any]) -> list[Tensor]:
+                        weights: Sequence[Any],
+                        alone: bool = False) -> list[Tensor]:
     """rules.orthogonalize, which needs whole matrices: as many at a time as there are ranks, each gathered by one of them,
     which hands the rows of the result back. No rank holds more than one."""
     results: list[Tensor] = []
     for start in range(0, len(votes), ranks_with_rows(weights[0]).world if weights else 1):
-        results += _orthogonalized_together(votes[start:], weights[start:])
+        results += _orthogonalized_together(votes[start:], weights[start:], alone)
     return results
 
 
-def _orthogonalized_together(votes: Sequence[Tensor], weights: Sequence[Any]) -> list[Tensor]:
+def _orthogonalized_together(votes: Sequence[Tensor], weights: Sequence[Any], alone: bool) -> list[Tensor]:
     """Of the first few, one a rank."""
     ranks = ranks_with_rows(weights[0])
     own, results = votes[0].new_empty(0), []
@@ -169,7 +182,7 @@ def _orthogonalized_together(votes: Sequence[Tensor], weights: Sequence[Any]) ->
         parts = [torch.empty_like(padded) for _ in range(ranks.world)] if owner == ranks.rank else None
         dist.gather(padded, parts, group=ranks.group, group_dst=owner)
         if parts is not None:
-            (own,) = orthogonalized([torch.cat(parts)])  # rows of zeros stay so, and change no other
+            (own,) = orthogonalized([torch.cat(parts)], alone)  # rows of zeros stay so, and change no other
     for owner, (some, weight) in enumerate(zip(votes[: ranks.world], weights, strict=False)):
         result = some.new_empty(-(-weight.shape[0] // ranks.world), some.shape[1], dtype=torch.int32)
         parts = [part.contiguous() for part in own.chunk(ranks.world)] if owner == ranks.rank else None

@@ -85,8 +85,7 @@ def rule_of(integers: Integers, inertia: float | None) -> Rule:
         return gft.TopK(**given(p_min=integers.p_min))
     return gft.Rounding(inertia=inertia, threshold=integers.threshold, second_moment=integers.second_moment,
                         orthogonalize=bool(integers.orthogonalize), momentum=integers.momentum,
-                        momentum_bits=integers.momentum_bits, momentum_rank=integers.momentum_rank,
-                        warmup=integers.own_warmup)
+                        momentum_rank=integers.momentum_rank, warmup=integers.own_warmup)
 
 
 def vote_of(integers: Integers) -> Vote:

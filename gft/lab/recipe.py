@@ -146,7 +146,6 @@ class Integers:
     second_moment: str | None = None  # rounding, packed: step or running
     orthogonalize: bool = False  # rounding
     momentum: float = 0.0  # rounding: the share that a running mean of the votes keeps in a step
-    momentum_bits: int = 8  # of which so many bits a weight are kept: 8 or 4
     momentum_rank: int = 0  # rounding without memory
     own_warmup: int | None = None  # rounding: steps over which these weights' moves grow, whatever the schedule does
     p_min: float | None = None  # topk
@@ -160,8 +159,8 @@ class Integers:
                 vote=("int8", "int4", "ternary", "sign"), vote_per=(None, "token", "sequence"),
                 second_moment=(None, "step", "running"), init=("keep", "paper", "variance"), memory=(True, False, HALF))
         _at_least(self, lr=0, attention_lr=0, bop_threshold=0)
-        Rounding(threshold=self.threshold, momentum=self.momentum, momentum_bits=self.momentum_bits,
-                 momentum_rank=self.momentum_rank, warmup=self.own_warmup)  # or refuse
+        Rounding(threshold=self.threshold, momentum=self.momentum, momentum_rank=self.momentum_rank,
+                 warmup=self.own_warmup)  # or refuse
         _shares(self, "inertia", "attention_inertia")
         if self.p_min is not None and not 0 <= self.p_min <= 1:
             raise UsageError(f"p_min={shortened(self.p_min)}: a probability lies between 0 and 1")

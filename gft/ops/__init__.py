@@ -9,7 +9,7 @@
     levels        float_levels, pack_fields, unpack_fields       stored bytes -> numbers, and back
     rounding      rounding_plan, round_weights, round_many       votes -> plan -> moved weights
                   sums_of_squares, round_some_rows               the same where ranks have some rows each
-    momentum      renew_mean                                     votes -> a running mean of them, and what moves weights
+    momentum      mean_tops, renew_mean                          votes -> a running mean of them, and what moves weights
     topk          kth_largest, topk_weights                      the same by the paper's rule
 
 They are functions of tensors and of three values (Storage, NoiseKey, a plan) and know nothing of models or optimizers.
@@ -19,7 +19,7 @@ operation.py says how the twin is found; native/ is C for the CPU, triton/ for C
 from gft.ops.activations import MeanSquare, Quantized, mean_square, quantize, take_mean
 from gft.ops.levels import PLAIN, Scaling, float_levels, pack_fields, runs_of, times_factors, tokens_last, unpack_fields
 from gft.ops.lowprecision import FP8, INT8, Tokens, multiply_tokens, round_tokens
-from gft.ops.momentum import KeptMean, renew_mean
+from gft.ops.momentum import KeptMean, mean_tops, renew_mean
 from gft.ops.operation import Operation, twins
 from gft.ops.prepare import Preparer, StoredWeight, preparer, read_and_quantize
 from gft.ops.products import (
@@ -48,7 +48,7 @@ from gft.ops.windows import RowPatches, Unfolded, Window, depthwise_votes, patch
 __all__ = ["FEW_ROWS", "FP8", "INT8", "PLAIN", "KeptMean", "MeanSquare", "Operation", "Preparer", "Quantized", "Rounded",
            "RoundingJob", "RoundingPlan", "RowPatches", "Scaling", "StoredWeight", "Tokens", "TopKPlan", "Unfolded",
            "Window", "along_levels", "depthwise_votes", "float_levels", "grouped_votes_product", "kth_largest", "linear",
-           "mean_square", "multiply", "multiply_tokens", "pack_fields", "patches", "preparer", "quantize",
+           "mean_square", "mean_tops", "multiply", "multiply_tokens", "pack_fields", "patches", "preparer", "quantize",
            "read_and_quantize", "renew_mean", "round_many", "round_some_rows", "round_tokens", "round_weights",
            "rounding_plan", "row_votes", "runs_of", "sequence_votes", "sequence_votes_and_counts", "sums_of_squares",
            "take_mean", "times_factors", "tokens_last", "topk_plan", "topk_plan_of_rows", "topk_weights", "twins",

@@ -125,10 +125,8 @@ def check_pair(grad_output: Tensor, x: Tensor) -> None:
 def check_kept(kept: KeptMean, votes: Tensor) -> None:
     """Refuse a running mean and votes that do not belong together."""
     check_matrix("the votes", votes)
-    rows, columns = votes.shape
-    shape, dtype = ((rows, columns), torch.int8) if kept.bits == 8 else ((rows, -(-columns // 2)), torch.uint8)
-    check_tensor("the mean of votes", kept.stored, shape, dtype, votes.device)
-    check_tensor("the units of the mean of votes", kept.unit, (columns,), torch.float32, votes.device)
+    check_tensor("the mean of votes", kept.stored, votes.shape, torch.int8, votes.device)
+    check_tensor("the units of the mean of votes", kept.unit, votes.shape[1:], torch.float32, votes.device)
 
 
 def are_votes(votes: Tensor, first: int = 0) -> bool:

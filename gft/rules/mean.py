@@ -1,11 +1,11 @@
 """What the optimizer remembers of the votes of all steps, where a rule asks for it: a running mean of them.
 
-There are two ways to keep one: whole, in a few bits a weight (momentum.py), or as its largest directions (lowrank.py). Each
+There are two ways to keep one: whole, in a byte a weight (momentum.py), or as its largest directions (lowrank.py). Each
 is a frozen dataclass that knows which tensors it keeps of a weight of some shape. They lie in `optimizer.state`, under the
 names of `tensors`, and are renewed in place, as a captured CUDA graph needs.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,9 +17,10 @@ from gft.philox import NoiseKey
 from gft.saved import is_plain
 
 State = dict[str, Tensor]
+Join = Callable[[Sequence[Tensor]], None]
 
-# What no tensor of a running mean holds: it says that there is none yet (`GFT.state_dict`).
-ROOM = {torch.float32: -1.0, torch.int8: -128, torch.uint8: 255}
+# What no tensor of a running mean holds: it says that there is none yet (state.py).
+ROOM = {torch.float32: -1.0, torch.int8: -128}
 
 
 class Kind(NamedTuple):
@@ -34,6 +35,7 @@ class RunningMean:
     """How a running mean of votes is kept. Subclasses override what raises here."""
 
     exact: ClassVar[bool] = False  # does every device renew it to the same bits?
+    by_rows: ClassVar[frozenset[str]] = frozenset()  # tensors with a row for each of the weight's, for ranks to share
 
     @property
     def setting(self) -> str:
@@ -50,8 +52,10 @@ class RunningMean:
 
     def renew(self, votes: Sequence[Tensor],  # each (out, in), of any integer type
               means: Sequence[State],  # of the same layers, in place
-              keys: Sequence[NoiseKey]) -> list[Tensor]:  # each (out, in) int32, none beyond matrices.BOUND
-        """Take votes into the mean of each layer; what moves its weights."""
+              keys: Sequence[NoiseKey],
+              take_largest: Join | None = None) -> list[Tensor]:  # each (out, in) int32, none beyond matrices.BOUND
+        """Take votes into the mean of each layer; what moves its weights. take_largest: where these are some rows, of ranks
+        that share them out (`Part`)."""
         raise NotImplementedError
 
     def fits(self, state: Mapping[str, Any], rows: int, columns: int) -> bool:
@@ -68,6 +72,6 @@ class RunningMean:
                 said = f"{found.dtype} of shape {tuple(found.shape)}" if isinstance(found, Tensor) else shortened(found)
                 raise UsageError(f"the optimizer's state has a {name} of votes that is {said}, where {self.setting} needs "
                                  f"{kind.dtype} of shape {kind.shape}; load a state_dict that is not damaged")
-            if not bool(torch.isfinite(found).all()):
+            if kind.dtype.is_floating_point and not bool(torch.isfinite(found).all()):
                 raise UsageError(f"the optimizer's state has a {name} of votes with numbers that are not finite; load a "
                                  "state_dict that is not damaged")

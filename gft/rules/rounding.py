@@ -50,7 +50,7 @@ from gft.initialize import SPACING
 from gft.ops.rounding import FOLLOW_ALL, ONE, Rounded, RoundingJob
 from gft.rules.lowrank import LowRank
 from gft.rules.mean import RunningMean
-from gft.rules.momentum import BITS, Momentum
+from gft.rules.momentum import Momentum
 from gft.rules.rule import Part, Rule, StepResult, WeightStep
 from gft.settings import check_choice, check_count, check_number
 from gft.storage import Storage
@@ -89,8 +89,7 @@ class Rounding(Rule):
         with a gradient; with momentum all of it. Costs products of the layer's size cubed, and devices no longer give the
         same bits (ranks do).
     momentum: The share that a running mean of the votes keeps of itself in a step; with it that mean moves the weights, and
-        inertia is 0 by default. 0: none. 0.95 with orthogonalize=True is Muon's update.
-    momentum_bits: In how many bits a weight that mean is kept: 8 (one more byte a weight) or 4 (half of one).
+        inertia is 0 by default. It takes one more byte a weight. 0: none. 0.95 with orthogonalize=True is Muon's update.
     momentum_rank: Packed: how many directions of a running mean of the votes are kept, 4 B a row and a column each; half of
         what moves the weights is that mean. 0: none. With 16 packed language models learn more in our trials.
     warmup: Over how many first steps of the optimizer moves grow evenly to what lr says: 100 by default, 0 for none. It
@@ -102,7 +101,6 @@ class Rounding(Rule):
     second_moment: str | None = None
     orthogonalize: bool = False  # type: ignore[misc]
     momentum: float = 0.0
-    momentum_bits: int = 8
     momentum_rank: int = 0
     warmup: int | None = None
     lr_meaning: ClassVar[str] = "the rms move of a weight in levels"
@@ -115,7 +113,6 @@ class Rounding(Rule):
         check_choice("second_moment", self.second_moment, (None, "step", "running"))
         check_choice("orthogonalize", self.orthogonalize, (False, True))
         check_number("momentum", self.momentum, 0.0, MOST_MOMENTUM, "it is the share that a mean of votes keeps in a step")
-        check_choice("momentum_bits", self.momentum_bits, BITS)
         check_count("momentum_rank", self.momentum_rank, 0, MOST_RANK, "it counts directions")
         if self.warmup is not None:
             check_count("warmup", self.warmup, 0, MOST_WARMUP, "it counts steps")
@@ -123,8 +120,6 @@ class Rounding(Rule):
             raise UsageError("momentum_rank and orthogonalize are two ways to make more of a step's votes; choose one")
         if self.momentum_rank and self.momentum:
             raise UsageError("momentum and momentum_rank are two ways to keep a running mean of the votes; choose one")
-        if self.momentum_bits != Rounding.momentum_bits and not self.momentum:
-            raise UsageError(f"momentum_bits={self.momentum_bits} would not be used: it needs momentum, as momentum=0.95")
 
     def storage_for(self, storage: Storage) -> Storage:
         """Refuse a setting that this weight could only ignore; where there is memory, choose its encoding."""
@@ -149,7 +144,7 @@ class Rounding(Rule):
     def running_mean(self) -> RunningMean | None:  # type: ignore[override]
         """Of votes: how it is kept, if there is to be one."""
         if self.momentum:
-            return Momentum(float(self.momentum), self.momentum_bits)
+            return Momentum(float(self.momentum))
         return LowRank(self.momentum_rank) if self.momentum_rank else None
 
     @property

@@ -36,6 +36,7 @@ class Part(NamedTuple):
     first_row: int
     rows: int  # of the whole weight
     add_up: Callable[[Sequence[Tensor]], None]  # sums tensors over the ranks, in place: all must call it alike
+    take_largest: Callable[[Sequence[Tensor]], None]  # likewise the largest entries
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -60,8 +60,7 @@ WAYS = {
     "no inertia": ({"rule": gft.Rounding(inertia=0.0)}, True),
     "packed": ({"rule": gft.Rounding(threshold=0.8, second_moment="running")}, False),
     "half a byte": ({"rule": gft.Rounding(orthogonalize=True)}, "half"),
-    "momentum in 8 bits": ({"rule": gft.Rounding(momentum=0.9)}, True),
-    "momentum in 4 bits": ({"rule": gft.Rounding(momentum=0.9, momentum_bits=4, orthogonalize=True)}, "half"),
+    "momentum": ({"rule": gft.Rounding(momentum=0.9, orthogonalize=True)}, True),
     "momentum of low rank": ({"rule": gft.Rounding(momentum_rank=3)}, False),
     "topk": ({"rule": gft.TopK(p_min=0.05), "vote": gft.Sign(per="sequence")}, False),
 }

@@ -27,6 +27,7 @@ FLOORS = [
     {"product", "distributed"},
     {"sharding"},
     {"layers"},
+    {"state"},
     {"calibrate", "optim", "pack", "summary"},
     {"convert", "hybrid"},
     {"averaging"},

@@ -1,4 +1,4 @@
-"""`Rounding(momentum=…)`: weights follow a running mean of their votes, of which each keeps 8 bits or 4."""
+"""`Rounding(momentum=…)`: weights follow a running mean of their votes, of which each keeps a byte."""
 
 import copy
 
@@ -12,6 +12,7 @@ from torch import nn
 
 import gft
 from gft import reference
+from gft.ops import KeptMean
 from gft.philox import NoiseKey
 from gft.rules.matrices import BOUND
 from gft.rules.mean import State
@@ -47,16 +48,15 @@ def test_what_moves_weights_is_nesterovs_mean_up_to_the_rounding_of_the_mean(sha
         assert (move.cpu() / unit - one).abs().max() <= 2 * 0.8 * 5 * 999 / 127
 
 
-@given(st.integers(1, 9), st.integers(1, 9), st.sampled_from((8, 4)), st.integers(0, 2**31))
-def test_the_mean_is_rounded_without_bias_and_lies_within_its_units(rows, columns, bits, seed):
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 2**31))
+def test_the_mean_is_rounded_without_bias_and_lies_within_its_units(rows, columns, seed):
     torch.manual_seed(seed)
-    votes, kept = some_votes((rows, columns))[0], Momentum(0.9, bits)
+    votes, kept = some_votes((rows, columns))[0], Momentum(0.9)
     means = []
     for draw in range(40):
         _, state = renewed(kept, [votes], draw)
-        means.append(kept.kept(state).floats())
+        means.append(KeptMean(state[MEAN], state[UNIT]).floats())
         assert (means[-1] - 0.1 * votes).abs().max() <= state[UNIT].max()
-    assert state[MEAN].shape == kept.tensors(rows, columns)[MEAN].shape
     deviation = state[UNIT].max() / 2 / 40**0.5
     assert (torch.stack(means).mean(0) - 0.1 * votes).abs().max() <= 6 * deviation + 1e-3
 
@@ -79,20 +79,18 @@ def test_no_votes_leave_no_mean_and_one_column_does_not_look_at_another():
     assert [one.shape for one in renewed(kept, [torch.zeros(0, 4, dtype=torch.int32)])[0]] == [(0, 4)]
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_what_steps_agree_on_is_found_among_noise(bits):
+def test_what_steps_agree_on_is_found_among_noise():
     agreed = torch.randn(60, 80)
     noisy = [(100 * (agreed * 0.3 + torch.randn(60, 80))).to(torch.int32) for _ in range(60)]
-    moves, _ = renewed(Momentum(0.95, bits), noisy)
+    moves, _ = renewed(Momentum(0.95), noisy)
     likeness = [float(F.cosine_similarity(one.float().flatten(), agreed.flatten(), 0)) for one in (moves[-1], noisy[-1])]
-    assert likeness[0] > likeness[1] + (0.4 if bits == 8 else 0.3)
+    assert likeness[0] > likeness[1] + 0.4
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("bits", [8, 4])
-def test_a_gpu_keeps_the_same_bits(bits):
+def test_a_gpu_keeps_the_same_bits():
     steps = some_votes((33, 70), 5)
-    (moves, state), (others, other) = (renewed(Momentum(0.95, bits), [one.to(device) for one in steps])
+    (moves, state), (others, other) = (renewed(Momentum(0.95), [one.to(device) for one in steps])
                                        for device in ("cpu", "cuda"))
     assert all(torch.equal(one, another.cpu()) for one, another in zip(moves, others, strict=True))
     assert all(torch.equal(state[name], other[name].cpu()) for name in state)
@@ -118,10 +116,9 @@ RULE = gft.Rounding(momentum=0.9, orthogonalize=True)
 
 @pytest.mark.parametrize(("settings", "rule", "in_backward"), [
     ({}, RULE, False), ({"bits": 4}, gft.Rounding(momentum=0.9), True),
-    ({"memory": "half"}, gft.Rounding(momentum=0.9, momentum_bits=4, orthogonalize=True), False),
-    ({"memory": False}, gft.Rounding(momentum=0.9, momentum_bits=4, threshold=0.6), False),
+    ({"memory": "half"}, RULE, False), ({"memory": False}, gft.Rounding(momentum=0.9, threshold=0.6), False),
     ({"bits": 3}, gft.Rounding(momentum=0.9, inertia=0.5), False)],
-    ids=["orthogonalized", "as they are, in backward", "half a byte and 4 bits", "packed", "with inertia"])
+    ids=["orthogonalized", "as they are, in backward", "half a byte", "packed", "with inertia"])
 def test_networks_learn_by_it(settings, rule, in_backward):
     model = integer_net(**settings)
     own = gft.GFT(gft.quantized(model), 0.2, rule, in_backward=in_backward, seed=3)
@@ -131,22 +128,21 @@ def test_networks_learn_by_it(settings, rule, in_backward):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rule", [RULE, gft.Rounding(momentum=0.9, momentum_bits=4)], ids=str)
+@pytest.mark.parametrize("rule", [RULE, gft.Rounding(momentum=0.9)], ids=str)
 def test_a_captured_step_learns_by_it(rule):
     one_by_one, captured = losses_step_by_step_and_captured(integer_net(4), 0.2, rule)
     assert captured[-1] < 0.8 * captured[0]
     assert captured == pytest.approx(one_by_one, rel=0.1, abs=0.05)
 
 
-def test_state_is_a_byte_or_half_of_one_a_weight_and_a_float_a_column():
-    for bits, bytes_a_row in ((8, 41), (4, 21)):
-        model = integer_net()
-        optimizer = gft.GFT(gft.quantized(model), rule=gft.Rounding(momentum=0.9, momentum_bits=bits))
-        model[2](torch.randn(8, 40)).square().sum().backward()
-        model[0](torch.randn(8, 24)).square().sum().backward()
-        optimizer.step()
-        shapes = [tuple(optimizer.state[weight][name].shape) for weight in gft.quantized(model) for name in (MEAN, UNIT)]
-        assert shapes == [(40, 24 if bits == 8 else 12), (24,), (41, 40 if bits == 8 else 20), (40,)], bytes_a_row
+def test_state_is_a_byte_a_weight_and_a_float_a_column():
+    model = integer_net()
+    optimizer = gft.GFT(gft.quantized(model), rule=RULE)
+    steps(model, optimizer, 1)
+    for weight, shape in zip(gft.quantized(model), [(40, 24), (41, 40)], strict=True):
+        mean, unit = optimizer.state[weight][MEAN], optimizer.state[weight][UNIT]
+        assert (mean.dtype, unit.dtype) == (torch.int8, torch.float32)
+        assert (tuple(mean.shape), tuple(unit.shape)) == (shape, shape[1:])
 
 
 def test_weights_move_by_a_quarter_of_lr_as_if_the_mean_had_been_cast():
@@ -217,8 +213,8 @@ def test_a_rule_that_keeps_another_mean_starts_anew_and_one_without_keeps_none()
     model = integer_net(memory=False)
     optimizer = gft.GFT(gft.quantized(model), 0.2, RULE)
     weight = model[0].qweight
-    for rule, shape in ((RULE, (40, 24)), (gft.Rounding(momentum=0.5, momentum_bits=4), (40, 12)),
-                        (gft.Rounding(momentum_rank=2), (64, 2))):
+    for rule, shape in ((RULE, (40, 24)), (gft.Rounding(momentum_rank=2), (64, 2)), (RULE, (40, 24)),
+                        (gft.Rounding(momentum_rank=3), (64, 3))):
         optimizer.param_groups[0]["rule"] = rule
         optimizer.load_state_dict(optimizer.state_dict())  # saved before the rule took a step
         steps(model, optimizer, 1)
@@ -233,9 +229,5 @@ def test_what_cannot_be_is_refused(refuses):
     for wrong in (-0.1, 1, 1.5, "0.9", None, float("nan")):
         with refuses((ValueError, TypeError), "momentum="):
             gft.Rounding(momentum=wrong)
-    with refuses(ValueError, "momentum_bits=5: choose one of 8, 4"):
-        gft.Rounding(momentum=0.9, momentum_bits=5)
-    with refuses(ValueError, "momentum_bits=4 would not be used.*momentum=0.95"):
-        gft.Rounding(momentum_bits=4)
     with refuses(ValueError, "momentum and momentum_rank.*choose one"):
         gft.Rounding(momentum=0.9, momentum_rank=4)

@@ -46,9 +46,12 @@ WAYS = {
     "signs": ({"rule": gft.Rounding(inertia=0.7), "lr": 0.3, "vote": gft.Sign()}, {"bits": 2, "memory": True, "gain": True}),
     "packed": ({"rule": gft.Rounding(threshold=0.9, second_moment="running", warmup=2), "lr": 0.5},
                {"bits": 2, "memory": False}),
+    "momentum": ({"rule": gft.Rounding(momentum=0.8), "lr": 0.9, "vote": gft.Sign()}, {"bits": 3, "memory": True}),
     "spare bits": ({"rule": gft.Rounding(threshold=0.4), "lr": 0.5, "vote": gft.Int4()}, {"bits": 3, "memory": False}),
     "topk": ({"rule": gft.TopK(p_min=0.02), "lr": 0.4}, {"bits": 3, "memory": False}),
 }
+
+RESUMED = ("signs", "momentum")  # by signs, whose sums depend on no rank's scale
 
 
 def net(bits: int, memory: bool, gain: bool = False, seed: int = 0) -> nn.Sequential:
@@ -88,7 +91,8 @@ def end_of(model: nn.Module, own: gft.GFT) -> dict:
     """All that must be the same whole and shared out."""
     found = {"flips": own.flips()}
     for number, weight in enumerate(gft.quantized(model)):
-        found |= {f"{number}.{name}": copy.deepcopy(value) for name, value in own.state[weight].items()}
+        found |= {f"{number}.{name}": all_rows(value).clone() if isinstance(value, torch.Tensor) else value
+                  for name, value in own.state[weight].items()}
         found[f"{number}.weight"] = all_rows(weight).clone()
     return found
 
@@ -121,9 +125,10 @@ def scenarios(rank: int, folder: Path) -> dict:
         two = DeviceMesh.from_group(pair, "cpu")
         result["two ranks"] = compared("packed", two, parts=(6, 10), group=pair)
         result["two ranks, signs"] = compared("signs", two, parts=(6, 10), group=pair)
-        save_two_steps(two, pair, folder)
+        for way in RESUMED:
+            save_two_steps(way, two, pair, folder)
     dist.barrier()
-    result["resumed"] = resumed(mesh, folder)
+    result["resumed"] = {way: resumed(way, mesh, folder) for way in RESUMED}
     result["in backward"] = trained("signs", mesh, (3, 3, 8, 2), 2, in_backward=True)
     result["in backward, uneven"] = trained("signs", mesh, (6, 0, 8, 2), 2, in_backward=True)
     rule = gft.Rounding(inertia=0.7, orthogonalize=True)
@@ -198,11 +203,11 @@ def state_of(model: nn.Module, own: gft.GFT, dense: torch.optim.Optimizer | None
     return state if dense is None else {**state, "dense": get_optimizer_state_dict(model, dense)}
 
 
-def save_two_steps(mesh: DeviceMesh, group, folder: Path) -> None:
-    model = sharded(net(**WAYS["signs"][1]), mesh)
-    own = optimizer_of(model, "signs", group)
+def save_two_steps(way: str, mesh: DeviceMesh, group, folder: Path) -> None:
+    model = sharded(net(**WAYS[way][1]), mesh)
+    own = optimizer_of(model, way, group)
     train(model, own, range(SAVED), (6, 10))
-    dcp.save(state_of(model, own), checkpoint_id=folder / "two-steps", process_group=group)
+    dcp.save(state_of(model, own), checkpoint_id=folder / way, process_group=group)
 
 
 def on_meta(way: str) -> nn.Sequential:
@@ -220,11 +225,11 @@ def load(folder: Path, model: nn.Module, own: gft.GFT, dense: torch.optim.Optimi
         set_optimizer_state_dict(model, dense, state["dense"])
 
 
-def resumed(mesh: DeviceMesh, folder: Path) -> dict:
+def resumed(way: str, mesh: DeviceMesh, folder: Path) -> dict:
     """What two ranks have saved four go on with, in a model that has had no values before."""
-    model = sharded(on_meta("signs"), mesh).to_empty(device="cpu")
-    own = optimizer_of(model, "signs", lr=0.9, seed=8)
-    load(folder / "two-steps", model, own)
+    model = sharded(on_meta(way), mesh).to_empty(device="cpu")
+    own = optimizer_of(model, way, lr=0.9, seed=8)
+    load(folder / way, model, own)
     train(model, own, range(SAVED, STEPS), (3, 3, 8, 2))
     return end_of(model, own)
 
@@ -370,8 +375,8 @@ def test_shared_out_weights_move_as_whole_ones_do(scenario, ranks):
         assert_equal(shared_out, ranks[0][scenario][0])
 
 
-def alone(**settings) -> dict:
-    return trained("signs", None, parts=(16,), **settings)
+def alone(way: str = "signs", **settings) -> dict:
+    return trained(way, None, parts=(16,), **settings)
 
 
 def test_one_two_and_four_ranks_end_in_the_same_bits(ranks):
@@ -381,17 +386,19 @@ def test_one_two_and_four_ranks_end_in_the_same_bits(ranks):
             assert_equal(end, alone())
 
 
-def test_four_ranks_go_on_from_the_checkpoint_of_two(ranks):
+@pytest.mark.parametrize("way", RESUMED)
+def test_four_ranks_go_on_from_the_checkpoint_of_two(way, ranks):
     for result in ranks:
-        assert_equal(result["resumed"], alone())
+        assert_equal(result["resumed"][way], alone(way))
 
 
-def test_one_process_goes_on_from_the_checkpoint_of_two_ranks(ranks, folder):
-    model = net(**WAYS["signs"][1], seed=9)
-    own = optimizer_of(model, "signs", lr=0.9, seed=8)
-    load(folder / "two-steps", model, own, no_dist=True)
+@pytest.mark.parametrize("way", RESUMED)
+def test_one_process_goes_on_from_the_checkpoint_of_two_ranks(way, ranks, folder):
+    model = net(**WAYS[way][1], seed=9)
+    own = optimizer_of(model, way, lr=0.9, seed=8)
+    load(folder / way, model, own, no_dist=True)
     train(model, own, range(SAVED, STEPS), (16,))
-    assert_equal(end_of(model, own), alone())
+    assert_equal(end_of(model, own), alone(way))
 
 
 def test_weights_move_in_backward_as_those_of_one_process(ranks):

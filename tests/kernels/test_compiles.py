@@ -30,12 +30,11 @@ check(update._move_kernel,
            threshold_share="*fp32", least="*i64", largest="*i64", seed="i64", step="*i64", noise_stream=("i32",) * 2),
       dict(TOPK=False, THRESHOLD=True, SUITED=True, PACKED=False, WIDTH=8, LARGEST=7, MEMORY_BITS=4, SPARE_BITS=0,
            INERTIA=True, BY_EIGHTS=True, EVEN=True, ROWS=4, EIGHTHS=128, **table))
-for bits, dtype in ((8, "*i8"), (4, "*u8")):
-    types = dict(stored=dtype, votes="*i32", unit="*fp32", tops="*i32", moves="*i32", share="fp32", rest="fp32",
-                 bound="fp32", seed="i64", step="*i64")
-    constants = dict(BITS=bits, ROWS=16, COLUMNS=64)
-    check(momentum._tops_kernel, types, dict(TIMES=8, **constants), dict(enable_fp_fusion=False))
-    check(momentum._renew_kernel, types, dict(BY_EIGHTS=True, **constants), dict(enable_fp_fusion=False))
+types = dict(stored="*i8", votes="*i32", unit="*fp32", tops="*i32", moves="*i32", share="fp32", rest="fp32", bound="fp32",
+             seed="i64", step="*i64")
+tile = dict(ROWS=16, COLUMNS=64)
+check(momentum._tops_kernel, types, dict(TIMES=8, **tile), dict(enable_fp_fusion=False))
+check(momentum._renew_kernel, {**types, "tops": "*fp32"}, dict(BY_EIGHTS=True, **tile), dict(enable_fp_fusion=False))
 print("compiled")
 """
 

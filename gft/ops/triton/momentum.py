@@ -15,22 +15,17 @@ from gft.ops.triton.noise import KEY, noise16, noise16_by_eights, on_device, wid
 from gft.philox import NoiseKey
 
 ROWS, COLUMNS, TIMES, WARPS = 16, 64, 8, 4  # a program of the first kernel takes TIMES · ROWS rows
-LEAST, VOTE_ROUNDS = tl.constexpr(definitions.LEAST), tl.constexpr(philox.VOTE_ROUNDS)
+LARGEST, LEAST = tl.constexpr(definitions.LARGEST), tl.constexpr(definitions.LEAST)
+VOTE_ROUNDS = tl.constexpr(philox.VOTE_ROUNDS)
 
 
 @triton.jit
-def _renewed(stored, votes, row, block, rows, columns, unit, share, rest, BITS: tl.constexpr,
+def _renewed(stored, votes, row, block, rows, columns, unit, share, rest,
              ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Rows of some columns: the mean with this step's votes in it, their share of it, the votes, and where they are."""
     column = block * COLUMNS + tl.arange(0, COLUMNS)
     live = (row < rows)[:, None] & (column < columns)[None, :]
-    if BITS == 8:
-        old = tl.load(stored + row[:, None] * columns + column[None, :], mask=live, other=0).to(tl.int32)
-    else:
-        byte, bytes_a_row = block * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2), (columns + 1) // 2
-        there = (row < rows)[:, None] & (byte < bytes_a_row)[None, :]
-        pair = tl.load(stored + row[:, None] * bytes_a_row + byte[None, :], mask=there, other=0).to(tl.int32)
-        old = tl.reshape(tl.join((pair & 15) - 7, (pair >> 4) - 7), (ROWS, COLUMNS))
+    old = tl.load(stored + row[:, None] * columns + column[None, :], mask=live, other=0)
     vote = tl.load(votes + row[:, None] * columns + column[None, :], mask=live, other=0)
     newest = vote.to(tl.float32) * rest
     mean = old.to(tl.float32) * unit[None, :] * share + newest
@@ -38,17 +33,16 @@ def _renewed(stored, votes, row, block, rows, columns, unit, share, rest, BITS: 
 
 
 @triton.jit
-def _tops_kernel(stored, votes, unit, tops, rows, columns, share, rest, BITS: tl.constexpr, ROWS: tl.constexpr,
+def _tops_kernel(stored, votes, unit, tops, rows, columns, share, rest, ROWS: tl.constexpr,
                  COLUMNS: tl.constexpr, TIMES: tl.constexpr):
-    """The largest entry of each column of the renewed mean, and behind them the largest of all and the largest vote: as
-    integers, which have the order of the floats that are not negative."""
+    """momentum.mean_tops, written as integers, which have the order of the floats that are not negative."""
     block, chunk = tl.program_id(0), spread_block().to(tl.int64)
     column = block * COLUMNS + tl.arange(0, COLUMNS)
     units = tl.load(unit + column, mask=column < columns, other=0.0)
     top, largest = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), votes.dtype.element_ty)
     for time in range(TIMES):
         row = (chunk * TIMES + time) * ROWS + tl.arange(0, ROWS)
-        mean, _, vote, live = _renewed(stored, votes, row, block, rows, columns, units, share, rest, BITS, ROWS, COLUMNS)
+        mean, _, vote, live = _renewed(stored, votes, row, block, rows, columns, units, share, rest, ROWS, COLUMNS)
         top = tl.maximum(top, tl.abs(mean))
         largest = tl.maximum(largest, tl.where(live, tl.abs(vote), 0))
     of_columns = tl.max(top, 0)
@@ -57,39 +51,32 @@ def _tops_kernel(stored, votes, unit, tops, rows, columns, share, rest, BITS: tl
     tl.atomic_max(tops + columns + 1, tl.max(largest).to(tl.float32).to(tl.int32, bitcast=True), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=KEY)
+@triton.jit(do_not_specialize=[*KEY, "first_row"])
 def _renew_kernel(stored, votes, unit, tops, moves, rows, columns, share, rest, bound, seed, step, noise_stream, call,
-                  BITS: tl.constexpr, BY_EIGHTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    LARGEST: tl.constexpr = (1 << BITS - 1) - 1
+                  first_row,  # of these rows in the whole matrix, where two rows share a random number
+                  BY_EIGHTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     block, chunk = tl.program_id(0), spread_block().to(tl.int64)
     row = chunk * ROWS + tl.arange(0, ROWS)
     column = block * COLUMNS + tl.arange(0, COLUMNS)
     units = tl.load(unit + column, mask=column < columns, other=0.0)
-    mean, newest, _, live = _renewed(stored, votes, row, block, rows, columns, units, share, rest, BITS, ROWS, COLUMNS)
+    mean, newest, _, live = _renewed(stored, votes, row, block, rows, columns, units, share, rest, ROWS, COLUMNS)
 
-    top = tl.load(tops + column, mask=column < columns, other=0).to(tl.float32, bitcast=True)
+    top = tl.load(tops + column, mask=column < columns, other=0.0)
     new_unit = tl.div_rn(top, tl.full((COLUMNS,), LARGEST, tl.float32))
     per_unit = _divided(65536.0, new_unit)
+    place = first_row + row
     if BY_EIGHTS:
         eighth = block * (COLUMNS // 8) + tl.arange(0, COLUMNS // 8)
-        counter = (row // 2)[:, None] * (columns // 8) + eighth[None, :]
+        counter = (place // 2)[:, None] * (columns // 8) + eighth[None, :]
         noise = tl.reshape(noise16_by_eights(counter, seed, step, noise_stream, call, VOTE_ROUNDS), (ROWS, COLUMNS))
     else:
-        noise = noise16((row // 2)[:, None] * columns + column[None, :], seed, step, noise_stream, call, VOTE_ROUNDS)
-    noise = (noise >> (8 * (row % 2))[:, None].to(tl.int32) & 0xFF) << 8 | 128
+        noise = noise16((place // 2)[:, None] * columns + column[None, :], seed, step, noise_stream, call, VOTE_ROUNDS)
+    noise = (noise >> (8 * (place % 2))[:, None].to(tl.int32) & 0xFF) << 8 | 128
     TOP: tl.constexpr = LARGEST * 65536.0
     number = (tl.clamp(mean * per_unit[None, :], -TOP, TOP).to(tl.int32) + noise) >> 16
-    if BITS == 8:
-        tl.store(stored + row[:, None] * columns + column[None, :], number.to(tl.int8), mask=live)
-    else:
-        number = tl.where(live, number + LARGEST, 0)  # a byte without a second number ends in zeros
-        low, high = tl.split(tl.reshape(number, (ROWS, COLUMNS // 2, 2)))
-        byte, bytes_a_row = block * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2), (columns + 1) // 2
-        there = (row < rows)[:, None] & (byte < bytes_a_row)[None, :]
-        tl.store(stored + row[:, None] * bytes_a_row + byte[None, :], (low | high << 4).to(tl.uint8), mask=there)
+    tl.store(stored + row[:, None] * columns + column[None, :], number.to(tl.int8), mask=live)
 
-    largest = tl.load(tops + columns).to(tl.float32, bitcast=True) * share
-    largest += tl.load(tops + columns + 1).to(tl.float32, bitcast=True) * rest  # no move is more
+    largest = tl.load(tops + columns) * share + tl.load(tops + columns + 1) * rest  # no move is more
     move = (mean * share + newest) * _divided(bound, tl.full((1,), largest, tl.float32))[None, :]
     tl.store(moves + row[:, None] * columns + column[None, :], _nearest(move), mask=live)
 
@@ -110,25 +97,37 @@ def _nearest(value):
 _launch_tops, _launch_renew = Launcher(_tops_kernel), Launcher(_renew_kernel)
 
 
-def renew_mean(kept: KeptMean, votes: Tensor, share: float, bound: int, key: NoiseKey) -> Tensor:
-    """Take votes into a mean, in place (momentum.renew_mean)."""
-    checks.check_kept(kept, votes)
-    (rows, columns), stored, unit = votes.shape, kept.stored, kept.unit
-    if not (checks.are_votes(votes) and stored.is_contiguous() and unit.is_contiguous()) or key.first:
+def mean_tops(kept: KeptMean, votes: Tensor, share: float) -> Tensor:
+    """Largest entries of a mean and of votes (momentum.mean_tops)."""
+    if not _can_renew(kept, votes):
         return NotImplemented
-    votes = votes.contiguous()
+    rows, columns = votes.shape
     tops = torch.zeros(columns + 2, dtype=torch.int32, device=votes.device)
+    _launch_tops((votes.shape, votes.dtype), (triton.cdiv(columns, COLUMNS), *spread(triton.cdiv(rows, ROWS * TIMES))),
+                 (kept.stored, votes.contiguous(), kept.unit, tops, rows, columns, *definitions.shares_of(share)),
+                 {"ROWS": ROWS, "COLUMNS": COLUMNS, "TIMES": TIMES}, num_warps=WARPS, enable_fp_fusion=False)
+    return tops.view(torch.float32)
+
+
+def renew_mean(kept: KeptMean, votes: Tensor, tops: Tensor, share: float, bound: int, key: NoiseKey) -> Tensor:
+    """Take votes into a mean, in place (momentum.renew_mean)."""
+    rows, columns = votes.shape
+    checks.check_tensor("the largest entries of the mean of votes", tops, (columns + 2,), torch.float32, votes.device)
+    if not _can_renew(kept, votes) or key.first % columns:
+        return NotImplemented
     moves = torch.empty((rows, columns), dtype=torch.int32, device=votes.device)
-    blocks, shares = triton.cdiv(columns, COLUMNS), definitions.shares_of(share)
-    constants = {"BITS": kept.bits, "ROWS": ROWS, "COLUMNS": COLUMNS}
-    kind = votes.shape, votes.dtype, kept.bits
-    _launch_tops(kind, (blocks, *spread(triton.cdiv(rows, ROWS * TIMES))),
-                 (stored, votes, unit, tops, rows, columns, *shares), {**constants, "TIMES": TIMES},
-                 num_warps=WARPS, enable_fp_fusion=False)
-    _launch_renew((*kind, width(key)), (blocks, *spread(triton.cdiv(rows, ROWS))),
-                  (stored, votes, unit, tops, moves, rows, columns, *shares, float(bound), key.seed,
-                   on_device(key.step, votes), key.stream, key.call),
-                  {"BITS": kept.bits, "BY_EIGHTS": columns % 8 == 0, "ROWS": ROWS, "COLUMNS": COLUMNS},
-                  num_warps=WARPS, enable_fp_fusion=False)
-    torch.div(tops[:columns].view(torch.float32), kept.largest, out=unit)
+    first_row = key.first // columns
+    _launch_renew((votes.shape, votes.dtype, width(key), first_row >> 31),
+                  (triton.cdiv(columns, COLUMNS), *spread(triton.cdiv(rows, ROWS))),
+                  (kept.stored, votes.contiguous(), kept.unit, tops.contiguous(), moves, rows, columns,
+                   *definitions.shares_of(share), float(bound), key.seed, on_device(key.step, votes), key.stream, key.call,
+                   first_row),
+                  {"BY_EIGHTS": columns % 8 == 0, "ROWS": ROWS, "COLUMNS": COLUMNS}, num_warps=WARPS,
+                  enable_fp_fusion=False)
+    torch.div(tops[:columns], definitions.LARGEST, out=kept.unit)
     return moves
+
+
+def _can_renew(kept: KeptMean, votes: Tensor) -> bool:
+    checks.check_kept(kept, votes)
+    return checks.are_votes(votes) and kept.stored.is_contiguous() and kept.unit.is_contiguous()
