@@ -32,10 +32,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import gft
+from gft import ops
 from gft.errors import UsageError
 from gft.initialize import SPACING, levels_of, scale_of
 from gft.layers import quantized_layers
-from gft.philox import NoiseKey, noise16
+from gft.philox import NoiseKey
 from gft.storage import largest_level
 
 METHODS = ("ste", "signsgd", "bop", "dqt", "eco", "bitnet")
@@ -288,7 +289,8 @@ class LevelOptimizer(Optimizer):
             weight, state = layer.weight, self.state[layer.weight]
 
             def noise(weight: Tensor = weight, place: int = place) -> Tensor:
-                return noise16(weight.numel(), NoiseKey(group["seed"], group["step"], place), device=weight.device)
+                numbers = torch.empty(weight.numel(), dtype=torch.int32, device=weight.device)
+                return ops.draw_noise(numbers, NoiseKey(group["seed"], group["step"], place))
 
             largest = largest_level(layer.bits)
             moves = self.moves(layer, layer.gradient, state, group, noise)

@@ -10,7 +10,7 @@ SCRIPT = """
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from gft.ops.triton import factors, momentum, update
+from gft.ops.triton import factors, momentum, noise, update
 
 def check(kernel, types, constants, options=dict(launch_pdl=True)):
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
@@ -35,6 +35,7 @@ types = dict(stored="*i8", votes="*i32", unit="*fp32", tops="*i32", moves="*i32"
 tile = dict(ROWS=16, COLUMNS=64)
 check(momentum._tops_kernel, types, dict(TIMES=8, **tile), dict(enable_fp_fusion=False))
 check(momentum._renew_kernel, {**types, "tops": "*fp32"}, dict(BY_EIGHTS=True, **tile), dict(enable_fp_fusion=False))
+check(noise._draw_kernel, dict(numbers="*i32", count="i64", first="i64", seed="i64", step="*i64"), dict(COUNTERS=128), {})
 print("compiled")
 """
 

@@ -355,3 +355,15 @@ def test_many_weights_on_gpu_equal_the_cpu(storage, shape):
                        key=replace(KEY, stream=3 * number)) for number in range(35)]
     there = [on("cuda", job) for job in jobs]
     assert assert_rounded(jobs, there, ops.round_many(there, 0.4), 0.4) > 0
+
+
+@pytest.mark.parametrize(("shape", "first"), [((1,), 0), ((33, 71), 0), ((5, 8), 24), ((1500,), 2**34), ((9,), 3)])
+def test_numbers_are_drawn_as_the_definition_draws_them(triton_twins, shape, first):
+    key, numbers = replace(KEY, first=first), torch.empty(shape, dtype=torch.int32, device=triton_twins.device)
+    wanted = ops.draw_noise.definition(torch.empty(shape, dtype=torch.int32), key)
+    got = triton_twins.draw_noise(numbers, key)
+    if first % 8:
+        assert got is NotImplemented
+    else:
+        assert torch.equal(got.cpu(), wanted)
+    assert wanted.any()

@@ -2,7 +2,7 @@
 
 Integer arithmetic throughout; the float products are followed by no addition, so no multiply-add can be fused into them.
 
-    activations      quantize, take_mean                        noise      Philox inside a kernel
+    activations      quantize, take_mean                        noise      Philox inside a kernel; draw_noise
     votes            votes_product and its kin, row_votes       constants  what a kernel must know of a storage
     levels           float_levels, pack_fields, unpack_fields   alike      several weights in one launch
     factors, update  sums_of_squares, rounding_plan; moving     overlap    kernels that begin before the last has ended
@@ -24,6 +24,7 @@ from gft.ops.triton.factors import rounding_plan, sums_of_squares
 from gft.ops.triton.levels import float_levels, pack_fields, unpack_fields
 from gft.ops.triton.lowprecision import multiply_tokens, round_tokens
 from gft.ops.triton.momentum import mean_tops, renew_mean
+from gft.ops.triton.noise import draw_noise
 from gft.ops.triton.prepare import preparer, read_and_quantize
 from gft.ops.triton.sequences import sequence_votes
 from gft.ops.triton.update import round_many, round_weights, topk_weights
@@ -36,5 +37,5 @@ def twins() -> dict[str, Callable[..., Any]]:
     offered = (read_and_quantize, preparer, quantize, take_mean, float_levels, pack_fields, unpack_fields, patches,
                votes_product, grouped_votes_product, row_votes, depthwise_votes, sequence_votes, along_levels, linear,
                kth_largest, sums_of_squares, rounding_plan, round_weights, topk_weights, round_many, round_tokens,
-               multiply_tokens, mean_tops, renew_mean)
+               multiply_tokens, mean_tops, renew_mean, draw_noise)
     return {function.__name__: function for function in offered}

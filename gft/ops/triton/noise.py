@@ -67,6 +67,8 @@ def load_eights(first, mask=None):
     return tl.reshape(eight, (first.shape[0], 8))
 
 
+COUNTERS = 128  # of noise, that a program draws
+
 # Never specialised on their values: they change from step to step, and 1 would become a constant without a type. The step
 # itself is read on the device, where a captured CUDA graph can count it.
 KEY = ["seed", "noise_stream", "call"]  # not "stream": a launch has an option of that name
@@ -84,3 +86,23 @@ def on_device(number: float | Tensor, like: Tensor) -> Tensor:
     if isinstance(number, Tensor) and number.numel() != 1:
         raise UsageError(f"a step, lr or cap on the device must be one number but has the shape {tuple(number.shape)}")
     return number.to(like.device) if isinstance(number, Tensor) else torch.tensor(number, device=like.device)
+
+
+@triton.jit(do_not_specialize=[*KEY, "first"])
+def _draw_kernel(numbers, count, first, seed, step, noise_stream, call, COUNTERS: tl.constexpr):
+    """Numbers `first · 8` and on."""
+    counter = tl.program_id(0).to(tl.int64) * COUNTERS + tl.arange(0, COUNTERS)
+    noise = noise16_by_eights((first + counter).to(tl.uint32), seed, step, noise_stream, call)
+    place = counter[:, None] * 8 + tl.arange(0, 8)[None, :]
+    tl.store(numbers + place, tl.reshape(noise, (COUNTERS, 8)), mask=place < count)
+
+
+def draw_noise(numbers: Tensor, key: NoiseKey) -> Tensor:
+    """Fill a tensor with random numbers (noise.draw_noise)."""
+    count = numbers.numel()
+    fits = 0 < count <= 2**35 - key.first and key.first % 8 == 0
+    if not fits or numbers.dtype is not torch.int32 or not numbers.is_contiguous():
+        return NotImplemented
+    _draw_kernel[(triton.cdiv(count, 8 * COUNTERS),)](numbers, count, key.first // 8, key.seed, on_device(key.step, numbers),
+                                                      key.stream, key.call, COUNTERS)
+    return numbers
