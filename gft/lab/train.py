@@ -332,19 +332,19 @@ def summary(recipe: Recipe, model: nn.Module, optimizer: gft.Hybrid, value: floa
     """What result.json says of the network and its training; value: the recipe's metric.
 
     The paper's formulas (updates_estimated, energy_estimate_j) are for AdamW and its own optimizer; other methods have
-    none. The products that a rule takes with whole matrices are added to the energy.
+    none. What running means of votes and products of whole matrices take is added to the energy.
     """
     integers, steps = recipe.integers, recipe.schedule.steps
     quantized = baselines.weights_on_grid(model)
     fp32 = sum(parameter.numel() for parameter in baselines.dense(model))
     latent = sum(parameter.numel() for parameter in gft.dense(model)) - fp32
     flips = sum(part.flips() for part in optimizer.optimizers if isinstance(part, (gft.GFT, baselines.LevelOptimizer)))
-    own = integers.method == "gft" and recipe.dense.optimizer != "sgd"
+    own = integers.method == "gft" and recipe.dense.optimizer == "adamw"
     counted = integers.layers != "none" and integers.method not in ("ste", "bitnet")
     with_gradients, without = baselines.training_bytes_after_step(model, optimizer)
     joules = energy.energy_estimate_j(fp32, quantized, integers.bits, steps)
     shapes = [(layer.rows, layer.columns) for layer in quantized_layers(model).values()]
-    joules += steps * energy.whole_matrices_j(integers, shapes)
+    joules += steps * energy.rule_extras_j(integers, shapes)
     return {
         "recipe": recipe.name, "table": recipe.table, "row": recipe.row, "paper": recipe.paper,
         "metric": recipe.metric, "value": value, "split": "val", "steps": steps,

@@ -18,7 +18,7 @@ from gft.lab.energy import paper, sheets
 from gft.lab.energy.estimate import mac_pj
 from gft.lab.energy.table import mean_results
 from gft.lab.recipe import Integers
-from gft.rules import momentum
+from gft.rules.lowrank import LowRank
 from gft.rules.orthogonalize import orthogonalized
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -219,12 +219,13 @@ def test_orthogonalizing_takes_the_products_that_torch_counts(shape):
 def test_momentum_of_low_rank_takes_the_products_that_torch_counts(shape):
     from torch.utils.flop_counter import FlopCounterMode
 
-    votes, mean = [torch.randint(-9, 10, shape, dtype=torch.int32)], [momentum.start(*shape, 3, torch.device("cpu"))]
+    kept = LowRank(3)
+    votes, mean = [torch.randint(-9, 10, shape, dtype=torch.int32)], [kept.start(*shape, torch.device("cpu"))]
     with FlopCounterMode(display=False) as counted:
-        momentum.with_momentum(votes, mean)
+        kept.renew(votes, mean)
     wanted = counted.get_total_flops() / 2 * mac_pj("fp32") * 1e-12
     integers = Integers("blocks", 2, momentum_rank=3, memory=False)
-    assert energy.whole_matrices_j(integers, [shape]) == pytest.approx(wanted)
+    assert energy.rule_extras_j(integers, [shape]) == pytest.approx(wanted)
 
 
 def test_orthogonalizing_is_counted_in_the_optimizers_step_alone():
@@ -234,6 +235,15 @@ def test_orthogonalizing_is_counted_in_the_optimizers_step_alone():
     block = [(1152, 384), (384, 384), (1536, 384), (384, 1536)]
     assert orthogonal.optimizer - plain.optimizer == pytest.approx(energy.orthogonalize_j(block * 6))
     assert (orthogonal.forward, orthogonal.error, orthogonal.weight) == (plain.forward, plain.error, plain.weight)
+
+
+def test_momentum_costs_a_weight_as_much_wherever_it_is():
+    recipe = recipes.find("shakespeare-gpt-hybrid2-2bit")
+    plain, momentum = (network_of.network(one).step(one, "bf16", "7nm")
+                       for one in (recipe, recipe.changed(["momentum=0.9"])))
+    weights = 6 * (1152 + 384 + 1536 + 1536) * 384
+    assert momentum.optimizer - plain.optimizer == pytest.approx((6 * 1.31 + 2 * 0.38) * 1e-12 * weights)
+    assert (momentum.forward, momentum.error, momentum.weight) == (plain.forward, plain.error, plain.weight)
 
 
 def test_products_of_quantized_layers_are_seen_without_names():

@@ -25,9 +25,9 @@ from gft.lab.energy.estimate import (
     moved_share,
     orthogonalize_j,
     products,
+    rule_extras_j,
     step_energy,
     updates_estimated,
-    whole_matrices_j,
 )
 from gft.lab.energy.meter import Counter, NotMeasurable, Reading, find_counters, idle_power, mean_std, measure, measure_steps
 
@@ -53,7 +53,7 @@ __all__ = [
     "moved_share",
     "orthogonalize_j",
     "products",
+    "rule_extras_j",
     "step_energy",
     "updates_estimated",
-    "whole_matrices_j",
 ]

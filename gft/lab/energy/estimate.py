@@ -14,9 +14,10 @@ A step also has to compute the loss and its errors, which costs some hundred tim
     weight          d^T · x                       n · P: in floats for AdamW, in int8 with int32 sums for GFT's votes
 
 and attention's two products, with no weights. Orthogonalizing the votes adds products to the optimizer's step that do not
-depend on n (`orthogonalize_j`): hundreds of times what the paper counts for it, little beside n · P where n is large. Left
-out of all: memory traffic, norms, activations, softmax, the loss, the rounding of x and d for the votes, random numbers. On
-a real chip memory traffic is the larger part; only a measurement (meter.py) has it.
+depend on n (`orthogonalize_j`): hundreds of times what the paper counts for it, little beside n · P where n is large. A
+running mean of votes adds some operations a weight (`rule_extras_j`). Left out of all: memory traffic, norms, activations,
+softmax, the loss, the rounding of x and d for the votes, random numbers. On a real chip memory traffic is the larger part;
+only a measurement (meter.py) has it.
 """
 
 import math
@@ -204,10 +205,17 @@ def orthogonalize_j(shapes: Iterable[tuple[int, int]],  # (out, in) of the integ
     return mac_pj("bf16", node) * PICOJOULE * sum(newton_schulz_multiply_adds(*shape) for shape in shapes)
 
 
-def whole_matrices_j(integers: Integers, shapes: Iterable[tuple[int, int]], node: str = "7nm") -> float:
-    """Joules that a rule's looking at whole matrices adds to one optimizer step: all that its settings ask for."""
-    shapes = list(shapes)
+# What renewing a running mean takes a weight in float32 (ops/momentum.py): the mean, rounding it, and what it moves by.
+MOMENTUM = {"multiply": 6, "add": 2}
+
+
+def rule_extras_j(integers: Integers, shapes: Iterable[tuple[int, int]], node: str = "7nm") -> float:
+    """Joules that settings of a rule add to one optimizer step: running means of votes, and products of whole matrices."""
+    shapes, fp32 = list(shapes), operations(node)["fp32"]
     joules = orthogonalize_j(shapes, node) if integers.orthogonalize else 0.0
+    if integers.momentum:
+        weights = sum(out * features for out, features in shapes)
+        joules += (MOMENTUM["multiply"] * fp32.multiply + MOMENTUM["add"] * fp32.add) * PICOJOULE * weights
     macs = sum(lowrank.multiply_adds(*shape, integers.momentum_rank) for shape in shapes) if integers.momentum_rank else 0
     return joules + mac_pj("fp32", node) * PICOJOULE * macs
 

@@ -13,7 +13,7 @@ import gft
 from gft.lab import data as datasets
 from gft.lab import tables
 from gft.lab.build import DataSet, build_float_model, build_model
-from gft.lab.energy.estimate import Joules, Product, products, step_energy, whole_matrices_j
+from gft.lab.energy.estimate import Joules, Product, products, rule_extras_j, step_energy
 from gft.lab.energy.paper import Counts
 from gft.lab.recipe import SEES_IMAGES, Recipe
 from gft.layers import quantized_layers
@@ -33,7 +33,7 @@ class Network(NamedTuple):
     def step(self, recipe: Recipe, precision: str, node: str, moved: float | None = None) -> Joules:
         """Joules of one training step; `moved` as in estimate.gft_step_pj."""
         joules = step_energy(self.products, *self.counts, recipe.integers.bits, precision, node, moved)
-        added = whole_matrices_j(recipe.integers, self.shapes, node)
+        added = rule_extras_j(recipe.integers, self.shapes, node)
         return dataclasses.replace(joules, optimizer=joules.optimizer + added)
 
 
