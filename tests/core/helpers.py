@@ -25,6 +25,20 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: Any, schedul
     return losses
 
 
+def integer_net(bits: int = 2, **kept: Any) -> nn.Module:
+    """Two integer layers of odd width and a float one, for five classes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 40), nn.ReLU(), nn.Linear(40, 41), nn.ReLU(), nn.Linear(41, 5))
+    return gft.quantize_(model, bits, lambda module, name: name != "4", **kept)
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 30) -> list[float]:
+    """Losses of so many steps on one batch that an `integer_net` can learn."""
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(64, 24, generator=generator)
+    return train(model, optimizer, [(x, (x @ torch.randn(24, 5, generator=generator)).argmax(1))] * count)
+
+
 def hybrid_of(model: nn.Module, **settings: Any) -> gft.Hybrid:
     return gft.Hybrid(gft.GFT(gft.quantized(model), **{"lr": 0.4, "seed": 11, **settings}),
                       torch.optim.AdamW(gft.dense(model), lr=3e-3))

@@ -1,12 +1,10 @@
 """`Rounding(momentum_rank=…)`: packed weights follow their votes and a running mean of them, kept as few directions."""
 
-import copy
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import losses_step_by_step_and_captured, train
-from torch import nn
+from helpers import integer_net, losses_step_by_step_and_captured, steps
 
 import gft
 from gft import reference
@@ -91,25 +89,14 @@ def test_layers_have_means_of_their_own_and_none_exceeds_the_bound(monkeypatch):
 # ---------------------------------------------------------------------------------------------------- in the optimizer
 
 
-def integer_net(bits: int = 2, **kept) -> nn.Module:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(24, 40), nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 5))
-    return gft.quantize_(model, bits, lambda module, name: name != "4", **{"memory": False, **kept})
-
-
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 30) -> list[float]:
-    generator = torch.Generator().manual_seed(4)
-    x = torch.randn(64, 24, generator=generator)
-    return train(model, optimizer, [(x, (x @ torch.randn(24, 5, generator=generator)).argmax(1))] * count)
-
-
 RULE = gft.Rounding(momentum_rank=4)
 
 
 @pytest.mark.parametrize(("settings", "in_backward"), [({}, False), ({"memory": "half"}, False), ({"bits": 4}, True)],
                          ids=["packed", "half a byte", "4 bits, in backward"])
 def test_networks_learn_by_it(settings, in_backward):
-    model, rule = integer_net(**settings), gft.Rounding(momentum_rank=4, threshold=0.6)  # the default starts slowly
+    model = integer_net(**{"memory": False, **settings})
+    rule = gft.Rounding(momentum_rank=4, threshold=0.6)  # the default starts slowly
     own = gft.GFT(gft.quantized(model), 0.2, rule, in_backward=in_backward, seed=3)
     losses = steps(model, gft.Hybrid(own, torch.optim.AdamW(gft.dense(model), lr=1e-3)), 40)
     assert losses[-1] < 0.7 * losses[0]
@@ -119,7 +106,7 @@ def test_networks_learn_by_it(settings, in_backward):
 @pytest.mark.gpu
 def test_a_captured_step_learns_by_it():
     rule = gft.Rounding(momentum_rank=4, threshold=0.6)  # the default starts slowly
-    one_by_one, captured = losses_step_by_step_and_captured(integer_net(4), 0.2, rule)
+    one_by_one, captured = losses_step_by_step_and_captured(integer_net(4, memory=False), 0.2, rule)
     assert captured[-1] < 0.8 * captured[0]
     assert captured == pytest.approx(one_by_one, rel=0.1, abs=0.05)
 
@@ -137,27 +124,8 @@ def test_weights_move_half_as_far_as_if_the_joined_votes_had_been_cast_and_beyon
     assert torch.equal(*ends)
 
 
-def test_a_resumed_run_ends_as_one_never_stopped(tmp_path):
-    def built():
-        model = integer_net()
-        return model, gft.Hybrid(gft.GFT(gft.quantized(model), 0.2, RULE, seed=3),
-                                 torch.optim.AdamW(gft.dense(model), lr=1e-3))
-
-    whole, optimizer = built()
-    empty = copy.deepcopy(optimizer.state_dict())  # has room for a mean, and none
-    steps(whole, optimizer, 5)
-    gft.save_checkpoint(tmp_path / "run", whole, optimizer)
-    assert {tuple(state["momentum"].shape) for state in optimizer.optimizers[0].state.values()} == {(64, 4), (80, 4)}
-    steps(whole, optimizer, 5)
-    resumed, other = built()
-    other.load_state_dict(empty)
-    gft.load_checkpoint(tmp_path / "run", resumed, other)
-    steps(resumed, other, 5)
-    assert all(map(torch.equal, whole.parameters(), resumed.parameters()))
-
-
 def test_a_mean_of_another_shape_or_damaged_is_refused_and_changes_nothing(refuses):
-    model = integer_net()
+    model = integer_net(memory=False)
     optimizer = gft.GFT(gft.quantized(model), 0.2, RULE)
     steps(model, optimizer, 2)
     before = optimizer.state[model[0].qweight]["momentum"].clone()
@@ -171,7 +139,7 @@ def test_a_mean_of_another_shape_or_damaged_is_refused_and_changes_nothing(refus
 
 
 def test_a_rule_of_another_rank_starts_a_new_mean_and_one_without_keeps_none():
-    model = integer_net()
+    model = integer_net(memory=False)
     optimizer = gft.GFT(gft.quantized(model), 0.2, RULE)
     steps(model, optimizer, 2)
     optimizer.param_groups[0]["rule"] = gft.Rounding(momentum_rank=2)
@@ -190,6 +158,6 @@ def test_what_cannot_be_is_refused(refuses):
             gft.Rounding(momentum_rank=wrong)
     with refuses(ValueError, "choose one"):
         gft.Rounding(momentum_rank=4, orthogonalize=True)
-    model = integer_net(memory=True)
+    model = integer_net()
     with refuses(ValueError, "momentum_rank=4 is for weights without memory"):
         gft.GFT(gft.quantized(model), rule=RULE)

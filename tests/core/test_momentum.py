@@ -1,11 +1,10 @@
 """`Rounding(momentum=…)`: weights follow a running mean of their votes, of which each keeps a byte."""
 
-import copy
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import losses_step_by_step_and_captured, train
+from helpers import integer_net, losses_step_by_step_and_captured, steps
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -99,18 +98,6 @@ def test_a_gpu_keeps_the_same_bits():
 # ---------------------------------------------------------------------------------------------------- in the optimizer
 
 
-def integer_net(bits: int = 2, **kept) -> nn.Module:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(24, 40), nn.ReLU(), nn.Linear(40, 41), nn.ReLU(), nn.Linear(41, 5))
-    return gft.quantize_(model, bits, lambda module, name: name != "4", **kept)
-
-
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 30) -> list[float]:
-    generator = torch.Generator().manual_seed(4)
-    x = torch.randn(64, 24, generator=generator)
-    return train(model, optimizer, [(x, (x @ torch.randn(24, 5, generator=generator)).argmax(1))] * count)
-
-
 RULE = gft.Rounding(momentum=0.9, orthogonalize=True)
 
 
@@ -173,25 +160,6 @@ def test_layers_and_steps_round_their_means_by_numbers_of_their_own():
     one, other = (optimizer.state[layer.qweight][MEAN] for layer in layers)
     assert not torch.equal(one, other)
     assert (one - other).abs().max() <= 1
-
-
-def test_a_resumed_run_ends_as_one_never_stopped(tmp_path):
-    def built():
-        model = integer_net()
-        return model, gft.Hybrid(gft.GFT(gft.quantized(model), 0.2, RULE, seed=3),
-                                 torch.optim.AdamW(gft.dense(model), lr=1e-3))
-
-    whole, optimizer = built()
-    empty = copy.deepcopy(optimizer.state_dict())  # has room for a mean, and none
-    steps(whole, optimizer, 5)
-    gft.save_checkpoint(tmp_path / "run", whole, optimizer)
-    steps(whole, optimizer, 5)
-    resumed, other = built()
-    other.load_state_dict(empty)
-    gft.load_checkpoint(tmp_path / "run", resumed, other)
-    steps(resumed, other, 5)
-    assert all(map(torch.equal, whole.parameters(), resumed.parameters()))
-    assert other.optimizers[0].state[resumed[0].qweight][MEAN].any()
 
 
 def test_a_mean_of_another_shape_or_damaged_is_refused_and_changes_nothing(refuses):
