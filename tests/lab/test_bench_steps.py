@@ -53,7 +53,7 @@ def test_a_step_runs_in_all_three_ways(monkeypatch):
     compiled = []
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda model: compiled.append(model) or real(model, backend="eager"))
-    rows = chosen("llama 2x32, 2 bit", ways=tuple(bench.WAYS))
+    rows = chosen("llama 2x32, 4 bit", ways=tuple(bench.WAYS))
     assert [row.peer_is for row in rows] == [f"fused AdamW fp32, {way}" for way in ("eager", "compiled", "captured")]
     assert len({row.bar for row in rows}) == 3  # a bar for each way
     assert len(compiled) == 2  # each side once, for both ways
@@ -63,7 +63,7 @@ def test_a_step_runs_in_all_three_ways(monkeypatch):
 def test_all_layers_of_the_body_are_integers_and_learn(work):
     if work.needs:
         pytest.importorskip(work.needs)
-    side = bench.Side(work, CPU, 4, "fp32")
+    side = bench.Side(work, CPU, bench.Ours(4), "fp32")
     floats = {name for name, module in side.model.named_modules() if isinstance(module, (torch.nn.Linear, torch.nn.Conv2d))}
     assert floats <= {"lm_head", "stem.0", "head"}
     before = [weight.clone() for weight in gft.quantized(side.model)]
@@ -82,6 +82,18 @@ def test_low_precision_has_rows_of_its_own_beside_the_same_peer():
     assert [row.bar for row in rows] == ["at most 1", *["at most 0.75"] * 3]
 
 
+def test_momentum_has_rows_beside_muon_alone():
+    pytest.importorskip("transformers")
+    (row,) = chosen("llama 2x32, 2 bit momentum")
+    assert (row.peer_is, row.bar) == ("fused AdamW fp32 and Muon, eager", "at most 1")
+    (work,) = (work for work in of_users(small=True) if work.peak_bar)
+    ours = bench.Side(work, CPU, bench.Ours(2, momentum=True), "fp32").optimizer.optimizers[0]
+    assert ours.param_groups[0]["rule"] == gft.Rounding(momentum=0.95, orthogonalize=True)
+    muon, adamw = bench.Side(work, CPU, None, "fp32 and Muon").optimizer.optimizers
+    assert sum(weight.dim() == 2 for weight in muon.param_groups[0]["params"]) == 14  # as many as would be integers
+    assert sum(weight.dim() == 2 for weight in adamw.param_groups[0]["params"]) == 2  # embedding and head
+
+
 def test_layers_of_llama_are_as_wide_as_its_paper_has_them():
     pytest.importorskip("transformers")
     with torch.device("meta"):
@@ -98,7 +110,7 @@ def test_peak_memory_is_of_each_side_alone(monkeypatch):
     held, most = iter([100, 400]), iter([100 + 60, 400 + 90])
     monkeypatch.setattr(steps, "allocated", lambda device: next(held))
     monkeypatch.setattr(steps, "peak", lambda device: next(most))
-    cases = [case for case in steps.cases(work, ["eager"], has_peak=True) if (case.kind, case.bits) == ("peak", 2)]
+    cases = [case for case in steps.cases(work, ["eager"], has_peak=True) if (case.kind, case.ours.bits) == ("peak", 2)]
     (row,) = steps.rows_of(work, cases, CPU)
     assert row.case == f"peak memory, {work.name}, 2 bit"
     assert row.ratio == pytest.approx(60 / 90)

@@ -12,7 +12,7 @@ from gft.lab.bench.kernels import update, votes
 from gft.lab.bench.rows import ROUNDS, Row, append, seconds
 from gft.lab.bench.side import WAYS, Side
 from gft.lab.bench.steps import step
-from gft.lab.bench.works import Work, works
+from gft.lab.bench.works import Ours, Work, works
 
 # Name -> benchmark, of (device, small) and more of its own.
 BENCHMARKS: dict[str, Callable[..., Iterator[Row]]] = {
@@ -20,5 +20,5 @@ BENCHMARKS: dict[str, Callable[..., Iterator[Row]]] = {
     "growth": growth.growth, "scale": scale.scale}
 LONG = ("growth", "scale")  # run only when they are named
 
-__all__ = ["BENCHMARKS", "LONG", "ROUNDS", "WAYS", "Row", "Side", "Work", "append", "decode", "growth", "memory", "scale",
-           "seconds", "step", "update", "votes", "works"]
+__all__ = ["BENCHMARKS", "LONG", "ROUNDS", "WAYS", "Ours", "Row", "Side", "Work", "append", "decode", "growth", "memory",
+           "scale", "seconds", "step", "update", "votes", "works"]

@@ -19,7 +19,7 @@ import torch
 import gft
 from gft.lab.bench.rows import Row, say, wait
 from gft.lab.bench.side import WAYS, Side
-from gft.lab.bench.works import Batch, Work, in_blocks
+from gft.lab.bench.works import Batch, Ours, Work, in_blocks
 from gft.lab.models import GPT
 
 BITS = 2
@@ -80,7 +80,7 @@ def in_a_process(task: dict[str, Any], caches: Path) -> float:
 def measure(device: str, way: str, precision: str, small: bool, bits: int | None) -> float:
     """Seconds of a network's first step."""
     on = torch.device(device)
-    side = Side(twelve_blocks(small), on, bits, precision)
+    side = Side(twelve_blocks(small), on, None if bits is None else Ours(bits), precision)
     step = side.steps(**WAYS[way])
     wait(on)
     start = time.perf_counter()

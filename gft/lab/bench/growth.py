@@ -14,7 +14,7 @@ import torch
 from gft.lab import figures
 from gft.lab.bench.rows import Row, allocated, forget_peak, peak, repeat, say, seconds
 from gft.lab.bench.side import STEPS, Side
-from gft.lab.bench.works import Work
+from gft.lab.bench.works import Ours, Work
 from gft.lab.models import DNN
 
 DEPTH = 4
@@ -41,7 +41,7 @@ def points(device: torch.device, widths: Sequence[int], tokens: int) -> Iterator
                                              torch.randint(width, (tokens,), device=on)), {}, bias=False)
         forget_peak(device)
         others = allocated(device)
-        side = Side(work, device, 2, "bf16" if device.type == "cuda" else "fp32", memory=False, in_backward=True)
+        side = Side(work, device, Ours(2), "bf16" if device.type == "cuda" else "fp32", memory=False, in_backward=True)
         forget_peak(device)  # of the floats it was drawn in; steps before the graph's recording count, its replays cannot
         step = partial(repeat, side.steps(compiled=False, captured=True), STEPS)
         (took,) = seconds(step, device=device, rounds=5)

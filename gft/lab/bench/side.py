@@ -15,14 +15,15 @@ from torch import Tensor, nn
 
 import gft
 from gft.lab.bench.rows import say
-from gft.lab.bench.works import Work
+from gft.lab.bench.works import Ours, Work
+from gft.lab.muon import Muon
 
 STEPS = 8  # in one timing, so that the host can run ahead as it does in a training loop. More than gft.Captured warms up for
 WAYS = {"eager": {"compiled": False, "captured": False}, "compiled": {"compiled": True, "captured": False},
         "captured": {"compiled": True, "captured": True}}
 
-
 FLOAT8 = "float8 (torchao)"
+MUON = " and Muon"  # behind a precision: for the body's matrices, AdamW for the rest
 
 
 def has_float8() -> bool:
@@ -45,26 +46,33 @@ def to_float8_(model: nn.Module, work: Work) -> None:
 class Side:
     """`steps` is a function that takes one training step.
 
-    bits: None leaves the network float, for AdamW.
-    precision: "bf16" by autocast, or "fp32"; or FLOAT8, bf16 with torchao's float8 products in the layers of the body.
-    compute: gft.quantize_'s.
+    ours: None leaves the network float.
+    precision: "bf16" by autocast, or "fp32"; "bf16 and Muon"; or FLOAT8, bf16 with torchao's float8 products in the layers
+        of the body.
     """
 
-    def __init__(self, work: Work, device: torch.device, bits: int | None, precision: str, compute: str | None = None, *,
+    def __init__(self, work: Work, device: torch.device, ours: Ours | None, precision: str, *,
                  memory: bool = True, in_backward: bool = False) -> None:
         torch.manual_seed(0)
         with device:  # a wide network takes long to draw on the CPU
             model = work.build()
         parts: list[torch.optim.Optimizer] = []
-        if bits is not None:
-            gft.quantize_(model, bits, work.filter_fn, memory=memory, bias=work.bias, compute=compute)
-            parts.append(gft.GFT(gft.quantized(model), in_backward=in_backward))
+        if ours is not None:
+            gft.quantize_(model, ours.bits, work.filter_fn, memory=memory, bias=work.bias, compute=ours.compute)
+            rule = gft.Rounding(momentum=0.95, orthogonalize=True) if ours.momentum else gft.Rounding()
+            parts.append(gft.GFT(gft.quantized(model), rule=rule, in_backward=in_backward))
         if precision == FLOAT8:
             to_float8_(model, work)
-        if gft.dense(model):
-            parts.append(torch.optim.AdamW(gft.dense(model), fused=True, capturable=device.type == "cuda"))
+        rest = gft.dense(model)
+        if precision.endswith(MUON):
+            body = {id(module.weight): module.weight for name, module in model.named_modules()
+                    if isinstance(module, nn.Linear) and work.filter_fn(module, name)}
+            parts.append(Muon(body.values(), 1e-3))
+            rest = [parameter for parameter in rest if id(parameter) not in body]
+        if rest:
+            parts.append(torch.optim.AdamW(rest, fused=True, capturable=device.type == "cuda"))
         self.model, self.optimizer, self.batch = model, gft.Hybrid(*parts), work.batch(device)
-        self._loss, self._device, self._precision = work.loss, device, precision
+        self._loss, self._device, self._half = work.loss, device, not precision.startswith("fp32")
 
     @cached_property
     def compiled(self) -> Callable[..., Tensor]:
@@ -74,7 +82,7 @@ class Side:
         model, optimizer = self.compiled if compiled else self.model, self.optimizer
 
         def step(x: Tensor, y: Tensor) -> Tensor:
-            with torch.autocast(self._device.type, torch.bfloat16) if self._precision != "fp32" else nullcontext():
+            with torch.autocast(self._device.type, torch.bfloat16) if self._half else nullcontext():
                 loss = self._loss(model, x, y)
             optimizer.zero_grad(); loss.backward(); optimizer.step()
             return loss

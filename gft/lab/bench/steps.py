@@ -18,23 +18,22 @@ import torch
 from gft.errors import install_hint
 from gft.lab.bench import first
 from gft.lab.bench.rows import Row, allocated, forget_peak, peak, repeat, say, seconds, wait
-from gft.lab.bench.side import FLOAT8, STEPS, WAYS, Side, has_float8
-from gft.lab.bench.works import Work, works
+from gft.lab.bench.side import FLOAT8, MUON, STEPS, WAYS, Side, has_float8
+from gft.lab.bench.works import Ours, Work, works
 
 ROUNDS = 5
 GIB = 1 << 30
 Wanted = Callable[[str], bool]  # a row's name -> is it to be measured?
-Kind = tuple[int, str | None] | str  # a side: ours by bits and compute, AdamW's by its precision
+Kind = Ours | str  # a side: ours, or AdamW's by its precision
 
 
 class Case(NamedTuple):
     """A row to be measured."""
 
     kind: str  # "time" | "peak"
-    bits: int
+    ours: Ours
     way: str
     name: str
-    compute: str | None = None  # in low precision; None: in bf16
 
     @property
     def case(self) -> str:
@@ -43,12 +42,11 @@ class Case(NamedTuple):
 
 def cases(work: Work, ways: Sequence[str], has_peak: bool) -> list[Case]:
     """All rows of a network."""
-    kinds = [*((bits, None) for bits in work.bits), *work.low]
-    times = [Case("time", bits, way, f"{work.name}, {bits} bit{f' {compute}' if compute else ''}, {way}", compute)
-             for way in ways for bits, compute in kinds]
+    times = [Case("time", ours, way, f"{work.name}, {ours}, {way}") for way in ways for ours in work.ours]
     if work.peak_bar is None or not has_peak or "eager" not in ways:
         return times
-    return [*(Case("peak", bits, "eager", f"peak memory, {work.name}, {bits} bit, eager") for bits in work.bits), *times]
+    peaks = [Case("peak", ours, "eager", f"peak memory, {work.name}, {ours}, eager") for ours in map(Ours, work.bits)]
+    return [*peaks, *times]
 
 
 def ways_of(work: Work, device: torch.device, ways: Sequence[str] | None = None) -> Sequence[str]:
@@ -82,32 +80,50 @@ def step(device: torch.device, small: bool = False, wanted: Wanted = lambda name
 
 def rows_of(work: Work, chosen: Sequence[Case], device: torch.device) -> Iterator[Row]:
     """The chosen rows of one network."""
-    on_gpu = device.type == "cuda"
-    low = "bf16" if on_gpu else "fp32"
-    peers = [low, "fp32"] if on_gpu and work.fp32_bar is not None else [low]
-    if on_gpu and work.low and has_float8():
-        peers.append(FLOAT8)
+    peers = peers_of(work, chosen, device)
+    low = peers[0]
     # Ours first: what libraries keep from a process's first products on then counts as ours.
-    kinds: dict[Kind, tuple[int | None, str, str | None]] = {
-        **{(case.bits, case.compute): (case.bits, low, case.compute) for case in chosen},
-        **{precision: (None, precision, None) for precision in peers}}
+    kinds: dict[Kind, tuple[Ours | None, str]] = {**{case.ours: (case.ours, low) for case in chosen},
+                                                  **{peer: (None, peer) for peer in peers}}
     sides: dict[Kind, Side] = {}
     held: dict[Kind, int] = {}
     for name, kind in kinds.items():
         sides[name], held[name] = with_peak(partial(Side, work, device, *kind), device)
     for case in chosen:
         if case.kind == "peak":
-            yield row(case, held[case.bits, case.compute] / GIB, held[low] / GIB, "GiB", f"fused AdamW {low}, eager",
-                      work.peak_bar)
+            yield row(case, held[case.ours] / GIB, held[low] / GIB, "GiB", f"fused AdamW {low}, eager", work.peak_bar)
     for way in dict.fromkeys(case.way for case in chosen if case.kind == "time"):
         begun = time.perf_counter()
         took = dict(zip(sides, in_turns([side.steps(**WAYS[way]) for side in sides.values()], device), strict=True))
         say(f"    {way}, measured in {time.perf_counter() - begun:.0f} s")
         for case in chosen:
-            for precision in peers if (case.kind, case.way) == ("time", way) else ():
-                bar = {low: work.low_bar if case.compute else work.bars.get(way, 1.0), FLOAT8: work.float8_bar}
-                yield row(case, took[case.bits, case.compute] * 1e3, took[precision] * 1e3, "ms",
-                          f"fused AdamW {precision}, {way}", bar.get(precision, work.fp32_bar))
+            for peer in peers if (case.kind, case.way) == ("time", way) else ():
+                if (bar := bar_of(work, case, peer)) is not None:
+                    yield row(case, took[case.ours] * 1e3, took[peer] * 1e3, "ms", f"fused AdamW {peer}, {way}", bar)
+
+
+def peers_of(work: Work, chosen: Sequence[Case], device: torch.device) -> list[str]:
+    """What AdamW trains in beside these cases: first what is usual on the device."""
+    on_gpu = device.type == "cuda"
+    peers = ["bf16" if on_gpu else "fp32"]
+    if on_gpu and work.fp32_bar is not None:
+        peers.append("fp32")
+    if on_gpu and any(ours.compute for ours in work.more) and has_float8():
+        peers.append(FLOAT8)
+    if any(case.ours.momentum for case in chosen):
+        peers.append(peers[0] + MUON)
+    return peers
+
+
+def bar_of(work: Work, case: Case, peer: str) -> float | None:
+    """What of a peer's time a case is to take at most; None: they are not compared."""
+    if peer.endswith(MUON) or case.ours.momentum:
+        return work.muon_bar if peer.endswith(MUON) and case.ours.momentum else None
+    if peer == FLOAT8:
+        return work.float8_bar
+    if peer == "fp32" and work.fp32_bar is not None:
+        return work.fp32_bar
+    return work.low_bar if case.ours.compute else work.bars.get(case.way, 1.0)
 
 
 def row(case: Case, ours: float, peer: float, unit: str, peer_is: str, bar: float | None) -> Row:

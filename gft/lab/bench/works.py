@@ -1,7 +1,7 @@
 """What is trained in a benchmark: networks, how they are fed, and how fast a step of each should be beside AdamW's.
 
     the paper's networks    DNN, nanoGPT, ViT: a step captured as one CUDA graph
-    Hugging Face's Llama    as its Trainer runs it, from eager to captured; wide ones in low precision, too
+    Hugging Face's Llama    as its Trainer runs it, from eager to captured, and by momentum; wide ones in low precision, too
     ResNets                 convolutions, channels_last
 
 `small` makes tiny networks of the same kinds, to see on a CPU that they run.
@@ -9,6 +9,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +35,17 @@ def in_blocks(module: nn.Module, name: str) -> bool:
     return name.startswith("blocks.")
 
 
+class Ours(NamedTuple):
+    """How a network's integers are trained."""
+
+    bits: int
+    compute: str | None = None  # gft.quantize_'s; None: as autocast says
+    momentum: bool = False  # do they follow Muon's update of their votes, not the default rule?
+
+    def __str__(self) -> str:
+        return f"{self.bits} bit" + f" {self.compute}" * bool(self.compute) + " momentum" * self.momentum
+
+
 @dataclass(frozen=True)
 class Work:
     """A network and what it is fed."""
@@ -48,10 +60,15 @@ class Work:
     bias: bool = True  # False: the paper's layers, without biases and gains
     fp32_bar: float | None = None  # captured, of AdamW's time in float32
     peak_bar: float | None = None  # eager, of AdamW's peak memory
-    low: tuple[tuple[int, str], ...] = ()  # bits and compute: more networks of ours, in low precision
-    low_bar: float = 0.75  # theirs, of AdamW's time in bf16
-    float8_bar: float = 1.0  # and of AdamW's with torchao's float8 products, where torchao is installed
+    more: tuple[Ours, ...] = ()  # networks of ours beside those of `bits`
+    low_bar: float = 0.75  # of those in low precision, of AdamW's time in bf16
+    float8_bar: float = 1.0  # of AdamW's with torchao's float8 products, where torchao is installed
+    muon_bar: float = 1.0  # of those with momentum, of Muon's
     needs: str = ""  # a package that gft can do without
+
+    @property
+    def ours(self) -> tuple[Ours, ...]:
+        return (*map(Ours, self.bits), *self.more)
 
 
 # ---------------------------------------------------------------------------------------------------- the paper's
@@ -106,13 +123,14 @@ def llama(depth: int, width: int, sequences: int, length: int = 1024, *, vocabul
 
     return Work(f"Llama {depth}×{width}, {sequences}×{length} tokens", build, lambda module, name: ".layers." in name,
                 tokens, {"eager": 1.10, "compiled": 1.05, "captured": 0.95}, own_loss, peak_bar=peak_bar,
-                needs="transformers")
+                more=(Ours(2, momentum=True),), needs="transformers")
 
 
 def wide_llama(depth: int, width: int, **sizes: int) -> Work:
     """Wide enough that products are most of a step: what low precision is for. A few layers, as many tell the same."""
     work = llama(depth, width, **{"sequences": 8, "head": 128, "tile": 256, **sizes})
-    return replace(work, bars={"captured": work.bars["captured"]}, bits=(4,), low=((4, "fp8"), (4, "int8"), (2, "fp8")))
+    return replace(work, bars={"captured": work.bars["captured"]}, bits=(4,),
+                   more=(Ours(4, "fp8"), Ours(4, "int8"), Ours(2, "fp8")))
 
 
 def resnet(name: str, build: Callable[[], nn.Module], side: int, batch: int, classes: int) -> Work:

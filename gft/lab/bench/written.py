@@ -70,7 +70,7 @@ def draw(rows: Sequence[Kept], files: Sequence[Path]) -> None:
     """The time of a step over AdamW's: a line a case, a point a way of running it, a stroke where its bar is. AdamW in bf16
     on a GPU, in float32 on a CPU."""
     shown = [row for row in newest(rows) if row["bench"] == "step" and row["unit"] == "ms"
-             and (on_cpu(row) or row["peer_is"].startswith("fused AdamW bf16"))]
+             and (on_cpu(row) or row["peer_is"].startswith("fused AdamW bf16,"))]
     shown.sort(key=on_cpu)
     labels = list(dict.fromkeys(map(label, shown)))
     plt = figures.pyplot()
