@@ -119,14 +119,15 @@ def test_tunings_choice_is_applied_and_the_gap_is_to_the_better_float(tmp_path, 
     assert json.loads((out / "tuned.json").read_text()) == report
     chosen = {"rows": ["mnist-10ep", "conv-mnist-30ep-adamw"], "settings": toy, "device": "cpu"}
     rows = tables.reproduce({"convolutions": out}, seeds=1, **chosen)["convolutions"]
-    assert [row["kind"] for row in rows] == ["adamw", "sgd", "gft-4bit", "gft-2bit", "adamw"]
+    assert [row["kind"] for row in rows] == ["adamw", "sgd", "gft-4bit", "gft-2bit", "gft-4bit-momentum",
+                                         "gft-2bit-momentum", "adamw"]
     # AdamW's choice trains the floats of integer rows, and serves the same images for other epochs.
-    assert [row["dense_lr"] for row in rows] == [0.02, best["sgd"]["settings"]["dense.lr"], 0.02, 0.02, 0.02]
-    assert [row["integers_lr"] for row in rows] == [None, None, LR, LR, None]
-    assert [row["tuned_for"] for row in rows] == [24, 24, None, None, 24]
+    assert [row["dense_lr"] for row in rows] == [0.02, best["sgd"]["settings"]["dense.lr"], *[0.02] * 5]
+    assert [row["integers_lr"] for row in rows] == [None, None, *[LR] * 4, None]
+    assert [row["tuned_for"] for row in rows] == [24, 24, *[None] * 4, 24]
     assert all(row["test"] is not None and row["test"] != row["mean"] for row in rows)
     better = max(rows[0]["test"], rows[1]["test"])
-    assert [row["test_gap"] for row in rows[:4]] == [row["test"] - better for row in rows[:4]]
+    assert [row["test_gap"] for row in rows[:6]] == [row["test"] - better for row in rows[:6]]
     page = (out / "table.md").read_text()
     assert f"| {LR}; 0.02, 0.02 |" in page
     assert "read once" in page
@@ -148,7 +149,7 @@ def test_tunings_choice_is_applied_and_the_gap_is_to_the_better_float(tmp_path, 
 
 def test_the_table_is_drawn_goes_on_and_becomes_a_page(tmp_path, monkeypatch):
     settings = ["data=digits-images", "width=4", "depth=1", "batch=100", "augment=none", "steps=2"]
-    chosen = {"rows": ["64px-10ep-gft-4bit", "mnist-10ep-sgd"], "settings": settings, "device": "cpu"}
+    chosen = {"rows": ["conv-64px-10ep-gft-4bit", "mnist-10ep-sgd"], "settings": settings, "device": "cpu"}
     rows = tables.reproduce({"convolutions": tmp_path}, **chosen)["convolutions"]
     assert [(row["n"], row["test_gap"]) for row in rows] == [(2, None), (2, 0.0)]  # no float beside the first
     assert (tmp_path / "curves.png").stat().st_size > 1000

@@ -4,8 +4,9 @@
 
 A user's training: photographs cropped and mirrored at random, batch norm with torch's momentum, rates that rise for a
 twentieth of the steps and fall as a cosine. Rows of floats are tuned on val (`gft tune convolutions`), into tuned.json
-beside the table's runs. GFT's rows have the library's defaults; their floats, which are stem, norms, head and gains, learn
-as AdamW's own row does. The test split is read when a run of the table has ended; Imagenette has none, and val serves.
+beside the table's runs. GFT's rows have the library's defaults, or momentum besides; their floats, which are stem, norms,
+head and gains, learn as AdamW's own row does. The test split is read when a run of the table has ended; Imagenette has none,
+and val serves.
 """
 
 from collections.abc import Iterator, Mapping
@@ -58,11 +59,16 @@ class Row:
     own_lr: tuple[str, ...] = ("dense.lr",)  # what a row's lr is
 
 
+def _gft(title: str, bits: int, **settings: Any) -> Row:
+    return Row(f"{title} {bits}bit", ADAMW, Integers("blocks", bits, **settings), ("integers.lr",))
+
+
 ADAMW, SGD = Dense(lr=2e-3, weight_decay=0.05), Dense(lr=0.1, weight_decay=5e-4, optimizer="sgd")
 ROWS = {
     "adamw": Row("AdamW", ADAMW, Integers()),
     "sgd": Row("SGD", SGD, Integers()),
-    **{f"gft-{bits}bit": Row(f"GFT {bits}bit", ADAMW, Integers("blocks", bits), ("integers.lr",)) for bits in (4, 2)},
+    **{f"gft-{bits}bit": _gft("GFT", bits) for bits in (4, 2)},
+    **{f"gft-{bits}bit-momentum": _gft("GFT momentum", bits, orthogonalize=True, momentum=0.95) for bits in (4, 2)},
 }
 
 
