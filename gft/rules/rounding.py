@@ -61,9 +61,9 @@ MOST_THRESHOLD = 3.0  # rms; beyond it next to nothing moves
 WARMUP = 100  # first steps over which moves grow
 MOST_WARMUP = 1_000_000  # steps
 AUTO = "auto"  # the threshold that suits a move
-PACKED_LR = 0.5  # of lr without memory: nothing averages out what the rounding adds
+PACKED_LR = 0.5  # of lr without memory or momentum: nothing averages out what the rounding adds
 RANK_LR, RANK_THRESHOLD = 0.5, 2.0  # of that lr, since such moves go one way for longer; and by default, in rms
-MOMENTUM_LR = 0.25  # of lr with momentum, whose moves go one way for longer still
+MOMENTUM_LR = 0.25  # of lr with momentum, whose moves go one way for longer still, however weights are stored
 REFERENCE_INPUTS = 128  # at which, in a layer that preserves variance, lr is the rms move in levels of a 4-bit grid
 REFERENCE_BRANCHES = 12  # up to which layers that add to a residual stream move as far as all others
 MOST_MOMENTUM = 0.999
@@ -173,8 +173,10 @@ class Rounding(Rule):
         storage, threshold = weight.storage, self.threshold_for(weight.storage)
         inputs = weight.fan_in or weight.votes.shape[1]
         levels = levels_per_step(weight.scale, storage.bits, inputs, weight.branches)
-        levels *= 1.0 if storage.memory_bits else PACKED_LR
-        levels *= MOMENTUM_LR if self.momentum else RANK_LR if self.momentum_rank else 1.0
+        if self.momentum:
+            levels *= MOMENTUM_LR
+        elif not storage.memory_bits:
+            levels *= PACKED_LR * (RANK_LR if self.momentum_rank else 1.0)
         runs = self._keeps_second_moment(storage)
         return RoundingJob(weight.stored, weight.votes, storage, weight.key,
                            lr_scale(levels, storage.resolution, threshold or 0.0), weight.bound, threshold, self.follow,

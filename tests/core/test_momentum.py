@@ -132,13 +132,15 @@ def test_state_is_a_byte_a_weight_and_a_float_a_column():
         assert (tuple(mean.shape), tuple(unit.shape)) == (shape, shape[1:])
 
 
-def test_weights_move_by_a_quarter_of_lr_as_if_the_mean_had_been_cast():
+@pytest.mark.parametrize(("memory", "plain_lr"), [(True, 0.2), (False, 0.4)])  # packed and without momentum, lr counts half
+def test_weights_move_by_a_quarter_of_lr_as_if_the_mean_had_been_cast(memory, plain_lr):
     votes, ends = some_votes((8, 12))[0], []
     (mean,), _ = renewed(Momentum(0.9), [votes])
-    for rule, lr, cast in ((gft.Rounding(momentum=0.9), 0.8, votes), (gft.Rounding(inertia=0.0), 0.2, mean),
-                           (RULE, 0.8, votes), (gft.Rounding(inertia=0.0), 0.2, orthogonalized([mean], alone=True)[0])):
+    plain = gft.Rounding(inertia=0.0 if memory else None)
+    for rule, lr, cast in ((gft.Rounding(momentum=0.9), 0.8, votes), (plain, plain_lr, mean),
+                           (RULE, 0.8, votes), (plain, plain_lr, orthogonalized([mean], alone=True)[0])):
         torch.manual_seed(1)
-        layer = gft.QuantLinear(12, 8, bits=4)
+        layer = gft.QuantLinear(12, 8, bits=4, memory=memory)
         optimizer = gft.GFT([layer.qweight], lr, rule, seed=5)
         layer.votes.votes, layer.votes.tokens = cast, BOUND
         optimizer.step()
