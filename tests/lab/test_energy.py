@@ -2,23 +2,28 @@
 
 import itertools
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
 from gft.cli import app
 from gft.errors import UsageError
 from gft.lab import energy, recipes, tables
 from gft.lab.build import build_float_model
+from gft.lab.energy import estimate, paper, sheets
 from gft.lab.energy import networks as network_of
-from gft.lab.energy import paper, sheets
 from gft.lab.energy.estimate import mac_pj
 from gft.lab.energy.table import mean_results
 from gft.lab.recipe import Integers
+from gft.ops import Quantized
+from gft.philox import NoiseKey
 from gft.rules.lowrank import LowRank
+from gft.rules.momentum import Momentum
 from gft.rules.orthogonalize import orthogonalized
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -222,7 +227,7 @@ def test_momentum_of_low_rank_takes_the_products_that_torch_counts(shape):
     kept = LowRank(3)
     votes, mean = [torch.randint(-9, 10, shape, dtype=torch.int32)], [kept.start(*shape, torch.device("cpu"))]
     with FlopCounterMode(display=False) as counted:
-        kept.renew(votes, mean)
+        kept.renew(votes, mean, [])
     wanted = counted.get_total_flops() / 2 * mac_pj("fp32") * 1e-12
     integers = Integers("blocks", 2, momentum_rank=3, memory=False)
     assert energy.rule_extras_j(integers, [shape]) == pytest.approx(wanted)
@@ -237,12 +242,29 @@ def test_orthogonalizing_is_counted_in_the_optimizers_step_alone():
     assert (orthogonal.forward, orthogonal.error, orthogonal.weight) == (plain.forward, plain.error, plain.weight)
 
 
+def test_momentum_takes_the_operations_that_torch_is_seen_to_do(monkeypatch):
+    seen = Counter()
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            result = operation(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.shape == (6, 8) and result.is_floating_point():
+                seen[operation.overloadpacket.__name__.removesuffix("_")] += 1
+            return result
+
+    kept = Momentum(0.9)
+    monkeypatch.setattr("gft.ops.momentum.quantize", lambda mean, inverse, largest, key: Quantized(mean * inverse, None))
+    with Count():
+        kept.renew([torch.ones(6, 8, dtype=torch.int32)], [kept.start(6, 8, torch.device("cpu"))], [NoiseKey(0, 0, 0)])
+    assert {"multiply": seen["mul"], "add": seen["add"]} == estimate.MOMENTUM
+
+
 def test_momentum_costs_a_weight_as_much_wherever_it_is():
     recipe = recipes.find("shakespeare-gpt-hybrid2-2bit")
     plain, momentum = (network_of.network(one).step(one, "bf16", "7nm")
                        for one in (recipe, recipe.changed(["momentum=0.9"])))
     weights = 6 * (1152 + 384 + 1536 + 1536) * 384
-    assert momentum.optimizer - plain.optimizer == pytest.approx((6 * 1.31 + 2 * 0.38) * 1e-12 * weights)
+    assert momentum.optimizer - plain.optimizer == pytest.approx((9 * 1.31 + 3 * 0.38) * 1e-12 * weights)
     assert (momentum.forward, momentum.error, momentum.weight) == (plain.forward, plain.error, plain.weight)
 
 

@@ -205,8 +205,9 @@ def orthogonalize_j(shapes: Iterable[tuple[int, int]],  # (out, in) of the integ
     return mac_pj("bf16", node) * PICOJOULE * sum(newton_schulz_multiply_adds(*shape) for shape in shapes)
 
 
-# What renewing a running mean takes a weight in float32 (ops/momentum.py): the mean, rounding it, and what it moves by.
-MOMENTUM = {"multiply": 6, "add": 2}
+# What renewing a running mean takes a weight in float32 (ops/momentum.py): the mean, once for its largest entries and once
+# to keep it, rounding it, and what it moves by.
+MOMENTUM = {"multiply": 9, "add": 3}
 
 
 def rule_extras_j(integers: Integers, shapes: Iterable[tuple[int, int]], node: str = "7nm") -> float:
