@@ -38,7 +38,7 @@ from gft.philox import NoiseKey
 from gft.replay import StepGraph
 from gft.rules import Part, Rounding, Rule, TopK, WeightStep
 from gft.rules.matrices import BOUND
-from gft.rules.mean import RunningMean, State
+from gft.rules.mean import NAMES, RunningMean, State
 from gft.saved import is_number, mapping, saved_groups, whole_number
 from gft.settings import check_choice
 from gft.sharding import (
@@ -51,7 +51,7 @@ from gft.sharding import (
     part_of,
     scatter_of,
 )
-from gft.state import MEANS, RUNNING, copied, is_room, read_state, shared_as, taken_mean, with_room
+from gft.state import RUNNING, copied, is_room, read_state, shared_as, taken_mean, with_room
 from gft.storage import Storage
 from gft.votes import Int8, Sign, Vote, VoteAccumulator, renew
 
@@ -325,7 +325,7 @@ class GFT(Optimizer):
         """This rank's rows of the running mean of a weight's votes; a new one where there is none of this kind."""
         state = self.state[weight]
         if not kept.fits(state, weight.shape[0], columns):
-            for name in MEANS:
+            for name in NAMES:
                 state.pop(name, None)
             state.update(shared_as(kept.start(len(own_rows(weight)), columns, weight.device), weight, kept))
         return {name: own_rows(state[name]) for name in kept.tensors(weight.shape[0], columns)}

@@ -17,13 +17,12 @@ from torch import Tensor
 from gft.errors import UsageError, shortened
 from gft.layers import QuantLayer
 from gft.rules import Rule
-from gft.rules.mean import ROOM, RunningMean, State
+from gft.rules.mean import NAMES, ROOM, RunningMean, State
 from gft.saved import is_plain, whole_number
 from gft.sharding import all_rows, handed_out, is_sharded, like_rows_of, own_rows
 from gft.votes import check_running, running_lengths
 
-RUNNING = ("x_rms", "grad_rms", "second_moment")  # what of an accumulator the state_dict keeps, and
-MEANS = ("momentum", "momentum_unit")  # of votes, where a rule keeps one: in the optimizer's state alone
+RUNNING = ("x_rms", "grad_rms", "second_moment")  # what of an accumulator the state_dict keeps
 
 
 def copied(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,7 +63,7 @@ def with_room(state: Mapping[str, Any], layer: QuantLayer, rule: Rule) -> dict[s
     state = dict(state)
     kept = rule.running_mean
     if kept is None or not kept.fits(state, layer.rows, layer.columns):
-        for name in MEANS:
+        for name in NAMES:
             state.pop(name, None)  # of a rule that the group has no more
     if kept is not None:
         kinds = kept.tensors(len(own_rows(layer.qweight)), layer.columns)
@@ -86,7 +85,7 @@ def is_room(value: Any) -> bool:
 
 def taken_mean(state: dict[str, Any]) -> dict[str, Any]:
     """The running mean of votes that a state has, taken out of it; nothing if there is only room for one."""
-    found = {name: state.pop(name) for name in MEANS if name in state}
+    found = {name: state.pop(name) for name in NAMES if name in state}
     return {} if any(map(is_room, found.values())) else found
 
 

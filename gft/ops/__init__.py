@@ -9,7 +9,7 @@
     levels        float_levels, pack_fields, unpack_fields       stored bytes -> numbers, and back
     rounding      rounding_plan, round_weights, round_many       votes -> plan -> moved weights
                   sums_of_squares, round_some_rows               the same where ranks have some rows each
-    momentum      mean_tops, renew_mean                          votes -> a running mean of them, and what moves weights
+    momentum      mean_amax, renew_mean                          votes -> a running mean of them, and what moves weights
     noise         draw_noise                                     random numbers as a tensor
     topk          kth_largest, topk_weights                      the same by the paper's rule
 
@@ -20,7 +20,7 @@ operation.py says how the twin is found; native/ is C for the CPU, triton/ for C
 from gft.ops.activations import MeanSquare, Quantized, mean_square, quantize, take_mean
 from gft.ops.levels import PLAIN, Scaling, float_levels, pack_fields, runs_of, times_factors, tokens_last, unpack_fields
 from gft.ops.lowprecision import FP8, INT8, Tokens, multiply_tokens, round_tokens
-from gft.ops.momentum import KeptMean, mean_tops, renew_mean
+from gft.ops.momentum import KeptMean, mean_amax, renew_mean
 from gft.ops.noise import draw_noise
 from gft.ops.operation import Operation, twins
 from gft.ops.prepare import Preparer, StoredWeight, preparer, read_and_quantize
@@ -50,7 +50,7 @@ from gft.ops.windows import RowPatches, Unfolded, Window, depthwise_votes, patch
 __all__ = ["FEW_ROWS", "FP8", "INT8", "PLAIN", "KeptMean", "MeanSquare", "Operation", "Preparer", "Quantized", "Rounded",
            "RoundingJob", "RoundingPlan", "RowPatches", "Scaling", "StoredWeight", "Tokens", "TopKPlan", "Unfolded",
            "Window", "along_levels", "depthwise_votes", "draw_noise", "float_levels", "grouped_votes_product", "kth_largest",
-           "linear", "mean_square", "mean_tops", "multiply", "multiply_tokens", "pack_fields", "patches", "preparer",
+           "linear", "mean_amax", "mean_square", "multiply", "multiply_tokens", "pack_fields", "patches", "preparer",
            "quantize", "read_and_quantize", "renew_mean", "round_many", "round_some_rows", "round_tokens", "round_weights",
            "rounding_plan", "row_votes", "runs_of", "sequence_votes", "sequence_votes_and_counts", "sums_of_squares",
            "take_mean", "times_factors", "tokens_last", "topk_plan", "topk_plan_of_rows", "topk_weights", "twins",

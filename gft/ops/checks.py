@@ -126,7 +126,7 @@ def check_kept(kept: KeptMean, votes: Tensor) -> None:
     """Refuse a running mean and votes that do not belong together."""
     check_matrix("the votes", votes)
     check_tensor("the mean of votes", kept.stored, votes.shape, torch.int8, votes.device)
-    check_tensor("the units of the mean of votes", kept.unit, votes.shape[1:], torch.float32, votes.device)
+    check_tensor("the scales of the mean of votes", kept.scale, votes.shape[1:], torch.float32, votes.device)
 
 
 def are_votes(votes: Tensor, first: int = 0) -> bool:

@@ -1,10 +1,10 @@
 """Renewing a running mean of votes that is kept in a byte a weight, and what then moves the weight.
 
-    M <- share · M + (1 - share) · V           M = m · unit, m of 8 bits, unit a float for each column
+    M <- share · M + (1 - share) · V           M = m · scale, m of 8 bits, scale a float for each column
     B  = share · M + (1 - share) · V           in integers: a layer's B in units of its own
 
-rules/momentum.py says what for. M is rounded to whole units without bias, on a unit by which the largest entry of its column
-just fits; B is taken from M before that. Every product and sum is rounded by itself, so that all devices give the same bits.
+rules/momentum.py says what for. m is rounded without bias, on a scale by which the largest entry of its column just
+fits; B is taken from M before that. Every product and sum is rounded by itself, so that all devices give the same bits.
 """
 
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from gft.ops.operation import operation
 from gft.philox import NoiseKey
 
 LARGEST = 127  # |m|
-LEAST = 1e-30  # of a column whose unit is smaller nothing is kept
+LEAST = 1e-30  # of a column whose scale is smaller nothing is kept
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -25,18 +25,18 @@ class KeptMean:
     """A running mean as it lies in memory, to be renewed in place."""
 
     stored: Tensor  # (rows, columns) int8: m
-    unit: Tensor  # (columns,) float32
+    scale: Tensor  # (columns,) float32
 
     def floats(self) -> Tensor:  # (rows, columns) float32
-        return self.stored.float() * self.unit
+        return self.stored.float() * self.scale
 
 
 @operation
-def mean_tops(kept: KeptMean,
+def mean_amax(kept: KeptMean,
               votes: Tensor,  # (rows, columns) int32 or int64
               share: float) -> Tensor:  # (columns + 2,) float32
     """The largest entry of each column of the renewed mean, of all of it, and the largest vote: what rows must know of each
-    other. The largest of several tops are those of all their rows together."""
+    other. The largest of several amax are those of all their rows together."""
     share, rest = shares_of(share)
     if not votes.numel():
         return torch.zeros(votes.shape[1] + 2, device=votes.device)
@@ -47,7 +47,7 @@ def mean_tops(kept: KeptMean,
 @operation
 def renew_mean(kept: KeptMean,
                votes: Tensor,  # (rows, columns) int32 or int64
-               tops: Tensor,  # of all rows of the weight
+               amax: Tensor,  # of all rows of the weight
                share: float,  # that the mean keeps of itself
                bound: int,  # what none of the result will exceed
                key: NoiseKey) -> Tensor:  # (rows, columns) int32: B
@@ -55,23 +55,23 @@ def renew_mean(kept: KeptMean,
     share, rest = shares_of(share)
     newest = votes.float() * rest
     mean = kept.floats() * share + newest
-    unit = tops[:-2] / LARGEST
-    per_unit = torch.where(unit > LEAST, 65536.0 / unit, 0.0)  # quantize counts in 1/65536
-    kept.stored.copy_(_quantized(mean, per_unit, key))
-    kept.unit.copy_(unit)
-    most = tops[-2] * share + tops[-1] * rest  # no |B| is more
+    scale = amax[:-2] / LARGEST
+    inverse = torch.where(scale > LEAST, 65536.0 / scale, 0.0)  # quantize counts in 1/65536
+    kept.stored.copy_(_quantized(mean, inverse, key))
+    kept.scale.copy_(scale)
+    most = amax[-2] * share + amax[-1] * rest  # no |B| is more
     per_move = torch.where(most > LEAST, bound / most, 0.0)
     return mean.mul_(share).add_(newest).mul_(per_move).round_().to(torch.int32)
 
 
-def _quantized(mean: Tensor, per_unit: Tensor, key: NoiseKey) -> Tensor:  # (rows, columns) int8
+def _quantized(mean: Tensor, inverse: Tensor, key: NoiseKey) -> Tensor:  # (rows, columns) int8
     """The rows draw what they would draw in the whole matrix, where two of them share a number."""
     columns = mean.shape[1]
     first_row = key.first // max(columns, 1)
     odd, key = first_row % 2, replace(key, first=first_row // 2 * columns)
     if odd:
         mean = torch.cat([mean.new_zeros(1, columns), mean])
-    return quantize(mean, per_unit, LARGEST, key).q[odd:]
+    return quantize(mean, inverse, LARGEST, key).q[odd:]
 
 
 def shares_of(share: float) -> tuple[float, float]:

@@ -24,11 +24,10 @@ from torch import Tensor
 
 from gft.philox import NoiseKey
 from gft.rules.matrices import ONE, alike, evened, newton_schulz, newton_schulz_multiply_adds, of_length_one
-from gft.rules.mean import Join, Kind, RunningMean, State
+from gft.rules.mean import MEAN, Join, Kind, RunningMean, State
 
 DECAY = 0.9  # of the mean: that of inertia
 POLISH = 4  # cubic rounds, which bring singular values of 0.7 to 1.2 to 1
-MEAN = "momentum"
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class LowRank(RunningMean):
 
     def renew(self, votes: Sequence[Tensor],
               means: Sequence[State],
-              keys: Sequence[NoiseKey] = (),
+              keys: Sequence[NoiseKey],
               take_largest: Join | None = None) -> list[Tensor]:  # each (out, in) int32, none beyond matrices.BOUND
         """Each layer's votes and their running mean, half and half, in units of 1/ONE. Layers of one shape share their
         products."""

@@ -16,6 +16,8 @@ from gft.errors import UsageError, shortened
 from gft.philox import NoiseKey
 from gft.saved import is_plain
 
+MEAN, SCALE = "momentum", "momentum_scale"  # the tensors of a mean, by their names in `optimizer.state`
+NAMES = (MEAN, SCALE)
 State = dict[str, Tensor]
 Join = Callable[[Sequence[Tensor]], None]
 

@@ -6,8 +6,8 @@
 as SGD and Muon have it. The mean is taken of votes, before anything is normalised, and that is what tells it from inertia
 (rounding.py): what `orthogonalize` or the second moment make of B they make of twenty steps, not of the noise of one.
 
-M is kept as integers m of 8 bits and a float for each column, M = m · unit, the largest of a column being 127.
-Each step it is rounded anew, without bias: what is smaller than a unit counts by chance, and adds up all the same.
+M is kept as integers m of 8 bits and a float for each column, M = m · scale, the largest of a column being 127.
+Each step it is rounded anew, without bias: what is smaller than the scale counts by chance, and adds up all the same.
 
 All of it is products and sums of floats, entry by entry (ops/momentum.py), and every device gives the same bits.
 """
@@ -23,9 +23,7 @@ from gft import ops
 from gft.ops import KeptMean
 from gft.philox import NoiseKey
 from gft.rules.matrices import BOUND
-from gft.rules.mean import Join, Kind, RunningMean, State
-
-MEAN, UNIT = "momentum", "momentum_unit"
+from gft.rules.mean import MEAN, SCALE, Join, Kind, RunningMean, State
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Momentum(RunningMean):
         return f"momentum={self.share}"
 
     def tensors(self, rows: int, columns: int) -> dict[str, Kind]:
-        return {MEAN: Kind((rows, columns), torch.int8), UNIT: Kind((columns,), torch.float32)}
+        return {MEAN: Kind((rows, columns), torch.int8), SCALE: Kind((columns,), torch.float32)}
 
     def start(self, rows: int, columns: int, device: torch.device) -> State:
         return {name: torch.zeros(kind.shape, dtype=kind.dtype, device=device)
@@ -49,9 +47,9 @@ class Momentum(RunningMean):
 
     def renew(self, votes: Sequence[Tensor], means: Sequence[State], keys: Sequence[NoiseKey],
               take_largest: Join | None = None) -> list[Tensor]:
-        layers = [(KeptMean(mean[MEAN], mean[UNIT]), one) for one, mean in zip(votes, means, strict=True)]
-        tops = [ops.mean_tops(kept, one, self.share) for kept, one in layers]
+        layers = [(KeptMean(mean[MEAN], mean[SCALE]), one) for one, mean in zip(votes, means, strict=True)]
+        amax = [ops.mean_amax(kept, one, self.share) for kept, one in layers]
         if take_largest is not None:
-            take_largest(tops)
-        return [ops.renew_mean(kept, one, top, self.share, BOUND, key)
-                for (kept, one), top, key in zip(layers, tops, keys, strict=True)]
+            take_largest(amax)
+        return [ops.renew_mean(kept, one, its_amax, self.share, BOUND, key)
+                for (kept, one), its_amax, key in zip(layers, amax, keys, strict=True)]

@@ -9,6 +9,7 @@ from torch import nn
 
 import gft
 from gft.layers import quantized_layers
+from gft.rules.matrices import BOUND
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: Any, scheduler: Any = None) -> list[float]:
@@ -23,6 +24,16 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: Any, schedul
             scheduler.step()
         losses.append(loss.item())
     return losses
+
+
+def moved(rule: gft.Rounding, lr: float, votes: torch.Tensor, bits: int = 4, memory: bool = True) -> torch.Tensor:
+    """The weight of one layer after a step on votes that nobody cast."""
+    torch.manual_seed(1)
+    layer = gft.QuantLinear(*reversed(votes.shape), bits=bits, memory=memory)
+    optimizer = gft.GFT([layer.qweight], lr, rule, seed=5)
+    layer.votes.votes, layer.votes.tokens = votes, BOUND  # more tokens than such votes need
+    optimizer.step()
+    return layer.qweight.clone()
 
 
 def integer_net(bits: int = 2, **kept: Any) -> nn.Module:

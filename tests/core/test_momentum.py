@@ -4,7 +4,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import integer_net, losses_step_by_step_and_captured, steps
+from helpers import integer_net, losses_step_by_step_and_captured, moved, steps
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -14,8 +14,8 @@ from gft import reference
 from gft.ops import KeptMean
 from gft.philox import NoiseKey
 from gft.rules.matrices import BOUND
-from gft.rules.mean import State
-from gft.rules.momentum import MEAN, UNIT, Momentum
+from gft.rules.mean import MEAN, SCALE, State
+from gft.rules.momentum import Momentum
 from gft.rules.orthogonalize import orthogonalized
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -54,9 +54,9 @@ def test_the_mean_is_rounded_without_bias_and_lies_within_its_units(rows, column
     means = []
     for draw in range(40):
         _, state = renewed(kept, [votes], draw)
-        means.append(KeptMean(state[MEAN], state[UNIT]).floats())
-        assert (means[-1] - 0.1 * votes).abs().max() <= state[UNIT].max()
-    deviation = state[UNIT].max() / 2 / 40**0.5
+        means.append(KeptMean(state[MEAN], state[SCALE]).floats())
+        assert (means[-1] - 0.1 * votes).abs().max() <= state[SCALE].max()
+    deviation = state[SCALE].max() / 2 / 40**0.5
     assert (torch.stack(means).mean(0) - 0.1 * votes).abs().max() <= 6 * deviation + 1e-3
 
 
@@ -127,27 +127,21 @@ def test_state_is_a_byte_a_weight_and_a_float_a_column():
     optimizer = gft.GFT(gft.quantized(model), rule=RULE)
     steps(model, optimizer, 1)
     for weight, shape in zip(gft.quantized(model), [(40, 24), (41, 40)], strict=True):
-        mean, unit = optimizer.state[weight][MEAN], optimizer.state[weight][UNIT]
-        assert (mean.dtype, unit.dtype) == (torch.int8, torch.float32)
-        assert (tuple(mean.shape), tuple(unit.shape)) == (shape, shape[1:])
+        mean, scale = optimizer.state[weight][MEAN], optimizer.state[weight][SCALE]
+        assert (mean.dtype, scale.dtype) == (torch.int8, torch.float32)
+        assert (tuple(mean.shape), tuple(scale.shape)) == (shape, shape[1:])
 
 
 @pytest.mark.parametrize(("memory", "plain_lr"), [(True, 0.2), (False, 0.4)])  # packed and without momentum, lr counts half
 def test_weights_move_by_a_quarter_of_lr_as_if_the_mean_had_been_cast(memory, plain_lr):
-    votes, ends = some_votes((8, 12))[0], []
+    votes = some_votes((8, 12))[0]
     (mean,), _ = renewed(Momentum(0.9), [votes])
     plain = gft.Rounding(inertia=0.0 if memory else None)
-    for rule, lr, cast in ((gft.Rounding(momentum=0.9), 0.8, votes), (plain, plain_lr, mean),
-                           (RULE, 0.8, votes), (plain, plain_lr, orthogonalized([mean], alone=True)[0])):
-        torch.manual_seed(1)
-        layer = gft.QuantLinear(12, 8, bits=4, memory=memory)
-        optimizer = gft.GFT([layer.qweight], lr, rule, seed=5)
-        layer.votes.votes, layer.votes.tokens = cast, BOUND
-        optimizer.step()
-        ends.append(layer.qweight.clone())
-    assert torch.equal(*ends[:2])
-    assert torch.equal(*ends[2:])
-    assert not torch.equal(ends[0], ends[2])
+    alone = moved(gft.Rounding(momentum=0.9), 0.8, votes, memory=memory)
+    both = moved(RULE, 0.8, votes, memory=memory)
+    assert torch.equal(alone, moved(plain, plain_lr, mean, memory=memory))
+    assert torch.equal(both, moved(plain, plain_lr, orthogonalized([mean], alone=True)[0], memory=memory))
+    assert not torch.equal(alone, both)
 
 
 def test_layers_and_steps_round_their_means_by_numbers_of_their_own():
@@ -170,8 +164,8 @@ def test_a_mean_of_another_shape_or_damaged_is_refused_and_changes_nothing(refus
     steps(model, optimizer, 2)
     before = optimizer.state[model[0].qweight][MEAN].clone()
     for name, change, words in ((MEAN, lambda mean: mean[1:], r"int8 of shape \(40, 24\)"),
-                                (MEAN, lambda mean: mean.float(), "int8"), (UNIT, lambda unit: None, "None"),
-                                (UNIT, lambda unit: unit * float("nan"), "not finite")):
+                                (MEAN, lambda mean: mean.float(), "int8"), (SCALE, lambda scale: None, "None"),
+                                (SCALE, lambda scale: scale * float("nan"), "not finite")):
         state = optimizer.state_dict()
         state["state"][0][name] = change(state["state"][0][name])
         with refuses(ValueError, f"a {name} of votes.*{words}"):
@@ -189,7 +183,7 @@ def test_a_rule_that_keeps_another_mean_starts_anew_and_one_without_keeps_none()
         optimizer.load_state_dict(optimizer.state_dict())  # saved before the rule took a step
         steps(model, optimizer, 1)
         assert optimizer.state[weight][MEAN].shape == shape
-    assert UNIT not in optimizer.state[weight]
+    assert SCALE not in optimizer.state[weight]
     optimizer.param_groups[0]["rule"] = gft.Rounding()
     optimizer.load_state_dict(optimizer.state_dict())
     assert MEAN not in optimizer.state[weight]

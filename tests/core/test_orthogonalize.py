@@ -3,8 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import losses_step_by_step_and_captured
-from torch import nn
+from helpers import integer_net, losses_step_by_step_and_captured, moved
 
 import gft
 from gft import reference
@@ -66,12 +65,6 @@ def test_no_votes_stay_none_and_large_ones_stay_below_the_bound():
 # ---------------------------------------------------------------------------------------------------- in the optimizer
 
 
-def integer_net(memory: bool) -> nn.Module:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(24, 40), nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 5))
-    return gft.quantize_(model, 4, lambda module, name: name != "4", memory=memory)
-
-
 def task() -> tuple[torch.Tensor, torch.Tensor]:
     x = torch.randn(64, 24)
     return x, (x @ torch.randn(24, 5)).argmax(1)
@@ -80,7 +73,7 @@ def task() -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize(("memory", "in_backward", "parts"), [(True, False, 1), (False, False, 2), (True, True, 2)],
                          ids=["memory", "packed, two micro-batches", "in backward"])
 def test_networks_learn_by_orthogonalized_votes(memory, in_backward, parts):
-    model = integer_net(memory)
+    model = integer_net(4, memory=memory)
     rule = gft.Rounding(orthogonalize=True)
     own = gft.GFT(gft.quantized(model), 0.3, rule, in_backward=in_backward, seed=3)
     optimizer = gft.Hybrid(own, torch.optim.AdamW(gft.dense(model), lr=1e-3))
@@ -99,20 +92,14 @@ def test_networks_learn_by_orthogonalized_votes(memory, in_backward, parts):
 @pytest.mark.gpu
 def test_a_captured_step_learns_by_orthogonalized_votes():
     rule = gft.Rounding(orthogonalize=True)
-    one_by_one, captured = losses_step_by_step_and_captured(integer_net(memory=True), 0.1, rule)
+    one_by_one, captured = losses_step_by_step_and_captured(integer_net(4, memory=True), 0.1, rule)
     assert captured[-1] < 0.8 * captured[0]
     assert captured == pytest.approx(one_by_one, rel=0.1, abs=0.05)
 
 
 def test_weights_move_as_if_the_orthogonalized_votes_had_been_cast():
     votes = torch.randint(-99, 100, (8, 12), dtype=torch.int32)
-    ends = []
-    for setting, cast in ((True, votes), (False, orthogonalized([votes])[0]), (False, votes)):
-        torch.manual_seed(1)
-        layer = gft.QuantLinear(12, 8, bits=4)
-        optimizer = gft.GFT([layer.qweight], lr=0.8, rule=gft.Rounding(orthogonalize=setting), seed=5)
-        layer.votes.votes, layer.votes.tokens = cast, BOUND  # more tokens than such votes need
-        optimizer.step()
-        ends.append(layer.qweight.clone())
+    ends = [moved(gft.Rounding(orthogonalize=setting), 0.8, cast)
+            for setting, cast in ((True, votes), (False, orthogonalized([votes])[0]), (False, votes))]
     assert torch.equal(ends[0], ends[1])
     assert not torch.equal(ends[0], ends[2])

@@ -30,11 +30,11 @@ check(update._move_kernel,
            threshold_share="*fp32", least="*i64", largest="*i64", seed="i64", step="*i64", noise_stream=("i32",) * 2),
       dict(TOPK=False, THRESHOLD=True, SUITED=True, PACKED=False, WIDTH=8, LARGEST=7, MEMORY_BITS=4, SPARE_BITS=0,
            INERTIA=True, BY_EIGHTS=True, EVEN=True, ROWS=4, EIGHTHS=128, **table))
-types = dict(stored="*i8", votes="*i32", unit="*fp32", tops="*i32", moves="*i32", share="fp32", rest="fp32", bound="fp32",
+types = dict(stored="*i8", votes="*i32", scale="*fp32", amax="*i32", moves="*i32", share="fp32", rest="fp32", bound="fp32",
              seed="i64", step="*i64")
 tile = dict(ROWS=16, COLUMNS=64)
-check(momentum._tops_kernel, types, dict(TIMES=8, **tile), dict(enable_fp_fusion=False))
-check(momentum._renew_kernel, {**types, "tops": "*fp32"}, dict(BY_EIGHTS=True, **tile), dict(enable_fp_fusion=False))
+check(momentum._amax_kernel, types, dict(TIMES=8, **tile), dict(enable_fp_fusion=False))
+check(momentum._renew_kernel, {**types, "amax": "*fp32"}, dict(BY_EIGHTS=True, **tile), dict(enable_fp_fusion=False))
 check(noise._draw_kernel, dict(numbers="*i32", count="i64", first="i64", seed="i64", step="*i64"), dict(COUNTERS=128), {})
 print("compiled")
 """

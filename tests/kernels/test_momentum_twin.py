@@ -24,16 +24,16 @@ def test_means_and_moves_are_those_of_the_definition(triton_twins, shape, dtype)
     for step in range(4):
         votes = (torch.randn(shape) * 10 ** torch.randn(columns) * 1000).to(dtype)
         votes[:, 0] = 0 if step % 2 else 3
-        tops = ops.mean_tops.definition(here, votes, 0.95)
-        wanted = ops.renew_mean.definition(here, votes, tops, 0.95, BOUND, KEY)
+        amax = ops.mean_amax.definition(here, votes, 0.95)
+        wanted = ops.renew_mean.definition(here, votes, amax, 0.95, BOUND, KEY)
         lie = votes.to(triton_twins.device)
         lie = lie.t().contiguous().t() if step == 2 else lie
-        found = triton_twins.mean_tops(there, lie, 0.95)
-        assert torch.equal(found.cpu(), tops)
+        found = triton_twins.mean_amax(there, lie, 0.95)
+        assert torch.equal(found.cpu(), amax)
         got = triton_twins.renew_mean(there, lie, found, 0.95, BOUND, KEY)
         assert torch.equal(got.cpu(), wanted)
         assert torch.equal(there.stored.cpu(), here.stored)
-        assert torch.equal(there.unit.cpu(), here.unit)
+        assert torch.equal(there.scale.cpu(), here.scale)
     assert here.stored.any()
 
 
@@ -41,36 +41,36 @@ def test_means_and_moves_are_those_of_the_definition(triton_twins, shape, dtype)
 def test_some_rows_are_renewed_as_among_all_of_them(triton_twins, columns):
     votes = torch.randint(-999, 1000, (21, columns), dtype=torch.int32)
     whole, device = mean_of_nothing(21, columns, torch.device("cpu")), triton_twins.device
-    tops = ops.mean_tops.definition(whole, votes, 0.9)
-    wanted = ops.renew_mean.definition(whole, votes, tops, 0.9, BOUND, KEY)
+    amax = ops.mean_amax.definition(whole, votes, 0.9)
+    wanted = ops.renew_mean.definition(whole, votes, amax, 0.9, BOUND, KEY)
     for first, last in ((0, 5), (5, 12), (12, 21)):
         key = replace(KEY, first=first * columns)
         for where, operations in ((torch.device("cpu"), ops), (device, triton_twins)):
             rows = mean_of_nothing(last - first, columns, where)
-            got = operations.renew_mean(rows, votes[first:last].to(where), tops.to(where), 0.9, BOUND, key)
+            got = operations.renew_mean(rows, votes[first:last].to(where), amax.to(where), 0.9, BOUND, key)
             assert torch.equal(got.cpu(), wanted[first:last])
             assert torch.equal(rows.stored.cpu(), whole.stored[first:last])
-            assert torch.equal(rows.unit.cpu(), whole.unit)
+            assert torch.equal(rows.scale.cpu(), whole.scale)
 
 
 def test_no_votes_are_no_moves(triton_twins):
     kept = mean_of_nothing(5, 9, triton_twins.device)
     none = torch.zeros(5, 9, dtype=torch.int32, device=triton_twins.device)
-    tops = triton_twins.mean_tops(kept, none, 0.5)
-    assert not tops.any()
-    assert not triton_twins.renew_mean(kept, none, tops, 0.5, BOUND, KEY).any()
+    amax = triton_twins.mean_amax(kept, none, 0.5)
+    assert not amax.any()
+    assert not triton_twins.renew_mean(kept, none, amax, 0.5, BOUND, KEY).any()
     assert not kept.stored.any()
     empty = mean_of_nothing(0, 9, triton_twins.device)
-    assert triton_twins.mean_tops(empty, none[:0], 0.5) is NotImplemented
-    assert torch.equal(ops.mean_tops.definition(empty, none[:0], 0.5), tops)
+    assert triton_twins.mean_amax(empty, none[:0], 0.5) is NotImplemented
+    assert torch.equal(ops.mean_amax.definition(empty, none[:0], 0.5), amax)
 
 
 def test_what_does_not_fit_together_is_refused_before_a_kernel_reads_it(triton_twins, refuses):
     votes = torch.zeros(5, 9, dtype=torch.int32, device=triton_twins.device)
-    kept, tops = mean_of_nothing(5, 8, triton_twins.device), torch.zeros(11, device=triton_twins.device)
+    kept, amax = mean_of_nothing(5, 8, triton_twins.device), torch.zeros(11, device=triton_twins.device)
     with refuses(UsageError, "the mean of votes must be 5 × 9 of int8"):
-        triton_twins.mean_tops(kept, votes, 0.5)
-    with refuses(UsageError, "the units of the mean of votes must be 9 of float32"):
-        triton_twins.renew_mean(KeptMean(votes.to(torch.int8), kept.unit), votes, tops, 0.5, BOUND, KEY)
+        triton_twins.mean_amax(kept, votes, 0.5)
+    with refuses(UsageError, "the scales of the mean of votes must be 9 of float32"):
+        triton_twins.renew_mean(KeptMean(votes.to(torch.int8), kept.scale), votes, amax, 0.5, BOUND, KEY)
     with refuses(UsageError, "the largest entries of the mean of votes must be 11 of float32"):
-        triton_twins.renew_mean(kept, votes, tops[1:], 0.5, BOUND, KEY)
+        triton_twins.renew_mean(kept, votes, amax[1:], 0.5, BOUND, KEY)
