@@ -17,6 +17,7 @@ from gft.ops.operation import operation
 from gft.philox import NoiseKey
 
 LARGEST = 127  # |m|
+PER_LARGEST = 1 / LARGEST  # torch divides by a number on a CPU, and multiplies by its inverse on a GPU: so do we everywhere
 LEAST = 1e-30  # of a column whose scale is smaller nothing is kept
 
 
@@ -55,7 +56,7 @@ def renew_mean(kept: KeptMean,
     share, rest = shares_of(share)
     newest = votes.float() * rest
     mean = kept.floats() * share + newest
-    scale = amax[:-2] / LARGEST
+    scale = amax[:-2] * PER_LARGEST
     inverse = torch.where(scale > LEAST, 65536.0 / scale, 0.0)  # quantize counts in 1/65536
     kept.stored.copy_(_quantized(mean, inverse, key))
     kept.scale.copy_(scale)

@@ -25,6 +25,7 @@ TABLE = "wiki-ladder"
 BATCH, CONTEXT, VOCABULARY = 16, 1024, 16_384
 STEPS = 2600  # of 16,384 tokens: 42.6M of the text's 43.9M
 SHORT = 600  # at 1B
+MOMENTUM: dict[str, Any] = {"orthogonalize": True, "momentum": 0.95}
 RATE, AT_WIDTH = 6e-4, 768  # AdamW's before anything was tuned, falling with the width
 
 
@@ -68,9 +69,11 @@ ROWS = {
     "adamw": Row("AdamW", Integers()),
     "muon": Row("Muon + AdamW", Integers(), "muon"),
     **{f"gft-{bits}bit": _gft("GFT", bits) for bits in (4, 3, 2)},
-    **{f"gft-{bits}bit-momentum": _gft("GFT, momentum", bits, orthogonalize=True, momentum=0.95) for bits in (4, 3, 2)},
+    **{f"gft-{bits}bit-momentum": _gft("GFT, momentum", bits, **MOMENTUM) for bits in (4, 3, 2)},
     **{f"gft-{bits}bit-packed": _gft("GFT, packed", bits, memory=False, momentum_rank=16) for bits in (4, 2)},
+    **{f"gft-{bits}bit-packed-momentum": _gft("GFT, packed, momentum", bits, memory=False, **MOMENTUM) for bits in (4, 2)},
     "gft-2bit-half": _gft("GFT, half a byte", 2, memory=HALF, momentum_rank=16),
+    "gft-2bit-half-momentum": _gft("GFT, half a byte, momentum", 2, memory=HALF, **MOMENTUM),
     "bitnet-2bit": _bitnet("BitNet b1.58", 2),
     "bitnet-4bit": _bitnet("BitNet's STE", 4),
     **{f"dqt-{bits}bit": _other("DQT", "dqt", bits, 3e-4) for bits in (4, 2)},

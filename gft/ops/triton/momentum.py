@@ -15,7 +15,8 @@ from gft.ops.triton.noise import KEY, noise16, noise16_by_eights, on_device, wid
 from gft.philox import NoiseKey
 
 ROWS, COLUMNS, TIMES, WARPS = 16, 64, 8, 4  # a program of the first kernel takes TIMES · ROWS rows
-LARGEST, LEAST = tl.constexpr(definitions.LARGEST), tl.constexpr(definitions.LEAST)
+LARGEST, PER_LARGEST = tl.constexpr(definitions.LARGEST), tl.constexpr(definitions.PER_LARGEST)
+LEAST = tl.constexpr(definitions.LEAST)
 VOTE_ROUNDS = tl.constexpr(philox.VOTE_ROUNDS)
 
 
@@ -62,8 +63,7 @@ def _renew_kernel(stored, votes, scale, amax, moves, rows, columns, share, rest,
     mean, newest, _, live = _renewed(stored, votes, row, block, rows, columns, scales, share, rest, ROWS, COLUMNS)
 
     top = tl.load(amax + column, mask=column < columns, other=0.0)
-    new_scale = tl.div_rn(top, tl.full((COLUMNS,), LARGEST, tl.float32))
-    inverse = _divided(65536.0, new_scale)
+    inverse = _divided(65536.0, top * PER_LARGEST)
     place = first_row + row
     if BY_EIGHTS:
         eighth = block * (COLUMNS // 8) + tl.arange(0, COLUMNS // 8)
@@ -124,7 +124,7 @@ def renew_mean(kept: KeptMean, votes: Tensor, amax: Tensor, share: float, bound:
                    first_row),
                   {"BY_EIGHTS": columns % 8 == 0, "ROWS": ROWS, "COLUMNS": COLUMNS}, num_warps=WARPS,
                   enable_fp_fusion=False)
-    torch.div(amax[:columns], definitions.LARGEST, out=kept.scale)
+    torch.mul(amax[:columns], definitions.PER_LARGEST, out=kept.scale)
     return moves
 
 
