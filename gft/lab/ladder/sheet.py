@@ -19,6 +19,7 @@ from gft.lab.ladder import SIZES, body_weights, place_of
 
 Row = Mapping[str, Any]
 Line = Mapping[str, Any]
+MARKERS = {"-": "o", "--": "s", ":": "^"}  # by the line that a row has
 FAR = 0.5  # bits a byte behind AdamW, beyond which a row is left out of the figures: the others would lie on each other
 
 
@@ -93,11 +94,20 @@ def _files(out: Path, name: str) -> list[Path]:
 
 
 def _looks(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """A colour and a line for each kind of row, the same in all figures."""
+    """A colour and a line for each kind of row, the same in all figures: with momentum dashed, in the colour of without."""
     colours = figures.pyplot().rcParams["axes.prop_cycle"].by_key()["color"]
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
-    return {kind: {"color": colours[place % len(colours)], "linestyle": "-" if place < len(colours) else ":"}
-            for place, kind in enumerate(kinds)}
+    places = {kind: place for place, kind in enumerate(dict.fromkeys(map(_without_momentum, kinds)))}
+    looks = {}
+    for kind in kinds:
+        place = places[_without_momentum(kind)]
+        line = "--" if kind != _without_momentum(kind) else "-" if place < len(colours) else ":"
+        looks[kind] = {"color": colours[place % len(colours)], "linestyle": line}
+    return looks
+
+
+def _without_momentum(kind: str) -> str:
+    return kind.removesuffix("-momentum")
 
 
 def _title(row: Row) -> str:
@@ -152,8 +162,8 @@ def draw_gap(rows: Sequence[Row], files: Sequence[Path]) -> None:
         some = [row for row in rows if row["kind"] == kind and row["test_gap"] is not None]
         if some:
             axes.errorbar([row["weights"] for row in some], [row["test_gap"] for row in some],
-                          [row["test_std"] for row in some], label=_title(some[0]), marker="o", markersize=3, capsize=2,
-                          linewidth=1.4, **looks[kind])
+                          [row["test_std"] for row in some], label=_title(some[0]), markersize=3, capsize=2, linewidth=1.4,
+                          marker=MARKERS[looks[kind]["linestyle"]], **looks[kind])
     axes.set(xscale="log", xlabel="weights in the blocks", ylabel="bits a byte on test beyond AdamW's")
     axes.grid(alpha=0.25)
     _legend(figure, [axes])
@@ -177,7 +187,7 @@ def draw_memory(rows: Sequence[Row], present: Sequence[str], files: Sequence[Pat
         some = [row for row in rows if row["size"] == size and row["test_bits_a_byte"] is not None]
         for row in some:
             colour, value = looks[row["kind"]]["color"], row["test_bits_a_byte"]
-            marker = "o" if looks[row["kind"]]["linestyle"] == "-" else "s"
+            marker = MARKERS[looks[row["kind"]]["linestyle"]]
             axes.scatter([row["training_bytes_per_weight"]], [value], color=colour, marker=marker, s=26, label=_title(row))
             axes.scatter([row["state_bytes_per_weight"]], [value], facecolors="none", edgecolors=colour, marker=marker, s=26)
         front = unbeaten(some)
