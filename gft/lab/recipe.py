@@ -203,6 +203,8 @@ class Integers:
 # The paper's own rule from its start, packed and without state, as settings of Integers (gft.PAPER).
 PAPERS_RULE: dict[str, Any] = {"memory": False, "init": "paper", "lr": 0.75, "rule": "topk", "p_min": 0.001, "vote": "sign",
                                "vote_per": "sequence"}
+# Muon's update of the votes, from a running mean of them: as advised where tokens are many.
+MOMENTUM: dict[str, Any] = {"orthogonalize": True, "momentum": 0.95}
 
 
 @dataclass(frozen=True)

@@ -93,11 +93,11 @@ def weights(device: torch.device, small: bool = False) -> Iterator[Row]:
     width = 64 if small else 8192 if device.type == "cuda" else 1024
     float32, half = torch.float32, torch.bfloat16
 
-    def ours(bits: int, with_memory: bool) -> Callable[[int], Stack]:
+    def ours(bits: int, with_memory: bool, rule: gft.Rounding) -> Callable[[int], Stack]:
         def build(depth: int) -> Stack:
             model = nn.Sequential(*(gft.QuantLinear(width, width, bits, memory=with_memory, device=device)
                                     for _ in range(depth)))
-            return model, gft.GFT(gft.quantized(model), in_backward=True)
+            return model, gft.GFT(gft.quantized(model), rule=rule, in_backward=True)
 
         return build
 
@@ -121,9 +121,12 @@ def weights(device: torch.device, small: bool = False) -> Iterator[Row]:
                   "not measured", False)
     how = "peak" if device.type == "cuda" else "counted"
     dtype = half if device.type == "cuda" else float32
-    for bits, with_memory, bar in ((2, False, 0.30), (4, False, 0.55), (4, True, 1.05)):
-        took = measure(ours(bits, with_memory), width, device, dtype)
-        form = f"{bits} bit, {'with memory' if with_memory else 'packed'}"
+    plain, mean = gft.Rounding(), gft.Rounding(momentum=0.95)
+    forms = {"2 bit, packed": (ours(2, False, plain), 0.30), "4 bit, packed": (ours(4, False, plain), 0.55),
+             "4 bit, with memory": (ours(4, True, plain), 1.05),
+             "4 bit, with memory and momentum": (ours(4, True, mean), 2.05)}
+    for form, (network, bar) in forms.items():
+        took = measure(network, width, device, dtype)
         say(f"  {form}: {took.a_weight:.3f} B a weight")
         for name, peer in peers.items():
             yield Row("memory", f"a weight, {form}, layers of {width}×{width}, {how}", took.a_weight, peer, "B", name,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gft.errors import UsageError
-from gft.lab.recipe import Data, Dense, Integers, Model, Recipe, Schedule, dotted
+from gft.lab.recipe import MOMENTUM, Data, Dense, Integers, Model, Recipe, Schedule, dotted
 from gft.lab.records import read_chosen
 
 TABLE = "convolutions"
@@ -68,7 +68,7 @@ ROWS = {
     "adamw": Row("AdamW", ADAMW, Integers()),
     "sgd": Row("SGD", SGD, Integers()),
     **{f"gft-{bits}bit": _gft("GFT", bits) for bits in (4, 2)},
-    **{f"gft-{bits}bit-momentum": _gft("GFT momentum", bits, orthogonalize=True, momentum=0.95) for bits in (4, 2)},
+    **{f"gft-{bits}bit-momentum": _gft("GFT momentum", bits, **MOMENTUM) for bits in (4, 2)},
 }
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from gft.errors import UsageError
 from gft.lab.models.llama import inner_width
-from gft.lab.recipe import PAPERS_RULE, Data, Dense, Integers, Model, Recipe, Schedule
+from gft.lab.recipe import MOMENTUM, PAPERS_RULE, Data, Dense, Integers, Model, Recipe, Schedule
 from gft.lab.records import read_chosen
 from gft.storage import HALF
 
@@ -25,7 +25,6 @@ TABLE = "wiki-ladder"
 BATCH, CONTEXT, VOCABULARY = 16, 1024, 16_384
 STEPS = 2600  # of 16,384 tokens: 42.6M of the text's 43.9M
 SHORT = 600  # at 1B
-MOMENTUM: dict[str, Any] = {"orthogonalize": True, "momentum": 0.95}
 RATE, AT_WIDTH = 6e-4, 768  # AdamW's before anything was tuned, falling with the width
 
 
