@@ -204,7 +204,7 @@ class Integers:
 PAPERS_RULE: dict[str, Any] = {"memory": False, "init": "paper", "lr": 0.75, "rule": "topk", "p_min": 0.001, "vote": "sign",
                                "vote_per": "sequence"}
 # Muon's update of the votes, from a running mean of them: as advised where tokens are many.
-MOMENTUM: dict[str, Any] = {"orthogonalize": True, "momentum": 0.95}
+MOMENTUM: dict[str, Any] = {"orthogonalize": True, "momentum": 0.9}
 
 
 @dataclass(frozen=True)

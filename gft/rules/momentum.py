@@ -4,7 +4,7 @@
     B  = momentum · M + (1 - momentum) · V           what moves the weights, with Nesterov's look ahead
 
 as SGD and Muon have it. The mean is taken of votes, before anything is normalised, and that is what tells it from inertia
-(rounding.py): what `orthogonalize` or the second moment make of B they make of twenty steps, not of the noise of one.
+(rounding.py): what `orthogonalize` or the second moment make of B they make of many steps, not of the noise of one.
 
 M is kept as integers m of 8 bits and a float for each column, M = m · scale, the largest of a column being 127.
 Each step it is rounded anew, without bias: what is smaller than the scale counts by chance, and adds up all the same.

@@ -11,7 +11,7 @@ from gft.settings import Setting
 from gft.votes import Int4, Int8, Sign, Ternary, Vote
 
 SETTINGS = [Rounding(), Rounding(inertia=0.5), Rounding(warmup=7, momentum_rank=3),
-            Rounding(momentum=0.95, orthogonalize=True),
+            Rounding(momentum=0.9, orthogonalize=True),
             Rounding(threshold=1.25, second_moment="running", orthogonalize=True),
             Rounding(threshold=0, second_moment="step"), TopK(), TopK(p_min=0.25), Int8(), Int4(), Ternary(), Sign(),
             Sign(per="sequence", literal_mask=True)]

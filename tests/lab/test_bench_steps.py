@@ -88,7 +88,7 @@ def test_momentum_has_rows_beside_muon_alone():
     assert (row.peer_is, row.bar) == ("fused AdamW fp32 and Muon, eager", "at most 1")
     (work,) = (work for work in of_users(small=True) if work.peak_bar)
     ours = bench.Side(work, CPU, bench.Ours(2, momentum=True), "fp32").optimizer.optimizers[0]
-    assert ours.param_groups[0]["rule"] == gft.Rounding(momentum=0.95, orthogonalize=True)
+    assert ours.param_groups[0]["rule"] == gft.Rounding(momentum=0.9, orthogonalize=True)
     muon, adamw = bench.Side(work, CPU, None, "fp32 and Muon").optimizer.optimizers
     assert sum(weight.dim() == 2 for weight in muon.param_groups[0]["params"]) == 14  # as many as would be integers
     assert sum(weight.dim() == 2 for weight in adamw.param_groups[0]["params"]) == 2  # embedding and head

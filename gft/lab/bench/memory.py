@@ -121,7 +121,7 @@ def weights(device: torch.device, small: bool = False) -> Iterator[Row]:
                   "not measured", False)
     how = "peak" if device.type == "cuda" else "counted"
     dtype = half if device.type == "cuda" else float32
-    plain, mean = gft.Rounding(), gft.Rounding(momentum=0.95)
+    plain, mean = gft.Rounding(), gft.Rounding(momentum=0.9)
     forms = {"2 bit, packed": (ours(2, False, plain), 0.30), "4 bit, packed": (ours(4, False, plain), 0.55),
              "4 bit, with memory": (ours(4, True, plain), 1.05),
              "4 bit, with memory and momentum": (ours(4, True, mean), 2.05)}

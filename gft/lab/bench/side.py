@@ -59,7 +59,7 @@ class Side:
         parts: list[torch.optim.Optimizer] = []
         if ours is not None:
             gft.quantize_(model, ours.bits, work.filter_fn, memory=memory, bias=work.bias, compute=ours.compute)
-            rule = gft.Rounding(momentum=0.95, orthogonalize=True) if ours.momentum else gft.Rounding()
+            rule = gft.Rounding(momentum=0.9, orthogonalize=True) if ours.momentum else gft.Rounding()
             parts.append(gft.GFT(gft.quantized(model), rule=rule, in_backward=in_backward))
         if precision == FLOAT8:
             to_float8_(model, work)
