@@ -259,7 +259,7 @@ def test_sizes_have_their_seeds_and_a_whole_name_is_one_row():
         "wiki-ladder-10m-gft-2bit"]
     several = [one.name.removeprefix("wiki-ladder-10m-gft-2bit")
                for one in tables.recipes_of("wiki-ladder", rows=["10m-gft-2bit"])]
-    assert several == ["", "-momentum", "-packed", "-packed-momentum", "-half", "-half-momentum", "-paper"]
+    assert several == ["", "-momentum", "-packed", "-half", "-paper"]
     assert "wiki-ladder" not in tables.folders_of(["all"], "default", tables.Path("x"))
 
 
