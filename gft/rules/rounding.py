@@ -89,8 +89,8 @@ class Rounding(Rule):
         with a gradient; with momentum all of it. Costs products of the layer's size cubed, and devices no longer give the
         same bits (ranks do).
     momentum: The share that a running mean of the votes keeps of itself in a step; with it that mean moves the weights, and
-        inertia is 0 by default. It takes one more byte a weight. 0: none. 0.9 with
-        orthogonalize=True is Muon's update, and what to take; without it a network may learn next to nothing.
+        inertia is 0 by default. It takes one more byte a weight. 0: none. 0.9 with orthogonalize=True is Muon's update, and
+        what to take; without it a network may learn next to nothing.
     momentum_rank: Packed: how many directions of a running mean of the votes are kept, 4 B a row and a column each; half of
         what moves the weights is that mean. 0: none. With 16 packed language models learn more in our trials.
     warmup: Over how many first steps of the optimizer moves grow evenly to what lr says: 100 by default, 0 for none. It
@@ -133,7 +133,8 @@ class Rounding(Rule):
                              "has it; leave second_moment out, or build the layer with memory=False")
         if self.momentum_rank and storage.memory_bits:
             raise UsageError(f"momentum_rank={self.momentum_rank} is for weights without memory, and this one ({kept}) has "
-                             "it, with inertia for its momentum; take momentum=0.9, or build the layer with memory=False")
+                             "it, with inertia for its momentum; take momentum=0.9 and orthogonalize=True, or build the "
+                             "layer with memory=False")
         return replace(storage, inertia=self.follow < FOLLOW_ALL)
 
     @property

@@ -263,6 +263,15 @@ def test_sizes_have_their_seeds_and_a_whole_name_is_one_row():
     assert "wiki-ladder" not in tables.folders_of(["all"], "default", tables.Path("x"))
 
 
+def test_figures_tell_all_rows_apart_and_show_momentum_dashed_in_the_colour_of_its_row():
+    looks = sheet._looks([{"kind": kind} for kind in ladder.ROWS])
+    assert len({tuple(look.values()) for look in looks.values()}) == len(ladder.ROWS)
+    for bits in (4, 3, 2):
+        plain, momentum = looks[f"gft-{bits}bit"], looks[f"gft-{bits}bit-momentum"]
+        assert plain["color"] == momentum["color"]
+        assert (plain["linestyle"], momentum["linestyle"]) == ("-", "--")
+
+
 def test_equal_time_is_read_off_the_curve_where_adamw_ended():
     curve = [[10, 4.0], [20, 3.0], [40, 2.0]]
     adamw = [{"step_ms": 2.0, "steps": 40, "curve": curve}]

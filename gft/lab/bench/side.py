@@ -17,6 +17,7 @@ import gft
 from gft.lab.bench.rows import say
 from gft.lab.bench.works import Ours, Work
 from gft.lab.muon import Muon
+from gft.lab.recipe import MOMENTUM
 
 STEPS = 8  # in one timing, so that the host can run ahead as it does in a training loop. More than gft.Captured warms up for
 WAYS = {"eager": {"compiled": False, "captured": False}, "compiled": {"compiled": True, "captured": False},
@@ -59,7 +60,7 @@ class Side:
         parts: list[torch.optim.Optimizer] = []
         if ours is not None:
             gft.quantize_(model, ours.bits, work.filter_fn, memory=memory, bias=work.bias, compute=ours.compute)
-            rule = gft.Rounding(momentum=0.9, orthogonalize=True) if ours.momentum else gft.Rounding()
+            rule = gft.Rounding(**MOMENTUM) if ours.momentum else gft.Rounding()
             parts.append(gft.GFT(gft.quantized(model), rule=rule, in_backward=in_backward))
         if precision == FLOAT8:
             to_float8_(model, work)
