@@ -51,7 +51,10 @@ def main() -> None:
     first = weights.clone()
     dist.broadcast(first, src=0)
     print(f"rank {dist.get_rank()} of {dist.get_world_size()} has the first one's weights: {torch.equal(weights, first)}")
-    dist.barrier()  # gloo's threads let go of the last tensors before Python ends
+    # DDP before its process group. The last to hold a group waits for gloo's threads; DDP does so with Python's lock in
+    # hand, for which a thread that still has to let go of a tensor then waits for ever (pytorch#56297).
+    del wrapped
+    dist.barrier()
     dist.destroy_process_group()
 
 
