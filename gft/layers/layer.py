@@ -297,6 +297,10 @@ class QuantLayer(nn.Module):
         """The type of 8 bits that it multiplies in, if it does."""
         return EIGHT_BITS.get(self._compute)
 
+    def rounded_to(self, like: Tensor) -> torch.dtype | None:
+        """The type of whole numbers that x and grad_output like this one are rounded to for products; None: floats stay."""
+        return self.eight_bits
+
     def _refuse_other_storage(self, setting: str) -> None:
         raise UsageError(f"{setting} of {self.name or self} is how its integers are stored, which cannot be set; build the "
                          f"layer anew, or call gft.dequantize_ and gft.quantize_(…, {setting}=…)")
@@ -402,18 +406,19 @@ class QuantLayer(nn.Module):
                 of_grad: bool = False) -> ops.StoredWeight:
         """The stored weight as it is to be read out for a product with a tensor like this one: the same value as long as
         nothing of it changes, so that what was made ready for it serves again. of_grad: with grad_output, over the rows,
-        which 8-bit numbers want side by side."""
-        eight, scale = self.eight_bits, self.scale
-        turned = of_grad and eight is not None
+        which a GPU's 8-bit products want side by side."""
+        whole, scale = self.rounded_to(like), self.scale
+        levels = ops.INT8 if whole is ops.FIXED else whole
+        turned = of_grad and levels is not None and like.is_cuda
         last = self._last_read.get((turned, places))
         if last is not None:
             weight, its_scale, version = last
             if (its_scale is scale and version == scale_version(scale) and weight.stored is stored
-                    and weight.storage is self.storage and (eight is not None or weight.scaling.log_gain is log_gain)
-                    and weight.dtype is (eight or like.dtype)):
+                    and weight.storage is self.storage and (levels is not None or weight.scaling.log_gain is log_gain)
+                    and weight.dtype is (levels or like.dtype)):
                 return weight
-        weight = ops.StoredWeight(stored, self.storage, self.columns, eight or like.dtype,
-                                  ops.PLAIN if eight else self.scaling(log_gain), places, turned)
+        weight = ops.StoredWeight(stored, self.storage, self.columns, levels or like.dtype,
+                                  ops.PLAIN if levels else self.scaling(log_gain), places, turned)
         self._last_read[turned, places] = weight, scale, scale_version(scale)
         return weight
 
@@ -427,7 +432,7 @@ class QuantLayer(nn.Module):
 
     def read_floats(self, weight: Tensor | None, stored: Tensor, log_gain: Tensor | None, like: Tensor) -> Tensor:
         """The float weight, (rows, columns): the one that has been read out already, if that is float."""
-        if weight is None or self.eight_bits is not None:
+        if weight is None or weight.dtype is not like.dtype:  # not read out, or its levels alone
             weight = ops.float_levels(stored, self.storage, self.columns, like.dtype, self.scaling(log_gain))
         else:
             weight = self.shaped(weight, like)

@@ -86,20 +86,30 @@ class QuantLinear(QuantLayer):
         x = x.to(self.product_dtype(x))
         return torch.ops.gft.product(x, self.qweight, log_gain, self._handle, self.geometry, "")[0]
 
+    def rounded_to(self, like: Tensor) -> torch.dtype | None:
+        if self.eight_bits is not None:
+            return self.eight_bits
+        one_scale = self.scale.dim() == 0 or self.scale.shape[1] == 1  # a row, which can be taken out of the sum
+        large = self.rows * self.columns >= ops.REPAYS_FIXED
+        return ops.FIXED if large and one_scale and ops.prefers_fixed(like) else None
+
     def multiplied(self, x: Tensor, weight: Tensor, log_gain: Tensor | None) -> Tensor:
-        if self.eight_bits is None:
+        whole = self.rounded_to(x)
+        if whole is None:
             return super().multiplied(x, weight, log_gain)
         scaling = self.scaling(log_gain)
-        tokens = ops.round_tokens(x.reshape(-1, self.columns), weight.dtype, scaling)
+        tokens = ops.round_tokens(x.reshape(-1, self.columns), whole, scaling)
         y = ops.multiply_tokens(tokens, weight, x.dtype, _one_each(scaling.by_group))
         return y.view(*x.shape[:-1], self.rows)
 
     def multiplied_back(self, grad_output: Tensor, weight: Tensor, log_gain: Tensor | None, x_shape: torch.Size) -> Tensor:
-        if self.eight_bits is None:
+        whole = self.rounded_to(grad_output)
+        if whole is None:
             return super().multiplied_back(grad_output, weight, log_gain, x_shape)
         scaling = self.scaling(log_gain)  # a scale for each row goes into grad_output: the sum is over rows here
-        tokens = ops.round_tokens(grad_output.reshape(-1, self.rows), weight.dtype, scaling, _one_each(scaling.by_group))
-        return ops.multiply_tokens(tokens, weight, grad_output.dtype).view(x_shape)
+        tokens = ops.round_tokens(grad_output.reshape(-1, self.rows), whole, scaling, _one_each(scaling.by_group))
+        levels = weight if grad_output.is_cuda else weight.t()  # as `to_read` had them read out
+        return ops.multiply_tokens(tokens, levels, grad_output.dtype).view(x_shape)
 
     def grad_input(self, grad_output: Tensor, weight: Tensor, x_shape: torch.Size) -> Tensor:
         return ops.multiply(grad_output, weight)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gft.errors import UsageError
 from gft.ops.levels import Scaling
+from gft.ops.lowprecision import FIXED, INT8, Tokens
 from gft.ops.momentum import KeptMean
 from gft.ops.rounding import RoundingJob, RoundingPlan
 from gft.ops.topk import TopKPlan
@@ -107,10 +108,25 @@ def check_scaling(scaling: Scaling, stored: Tensor, columns: int) -> None:
         if not fits or factors.device != stored.device or not factors.is_floating_point():
             raise UsageError(f"the factors of {rows} × {columns} levels must be as many floats for each row as divide it "
                              f"evenly, on {stored.device}, but are {_words(factors.shape, factors.dtype, factors.device)}")
-    if log_gain is not None and not (log_gain.shape == (1,) and log_gain.is_floating_point()
-                                     and log_gain.device == stored.device):
-        raise UsageError(f"the gain of a weight must be one float on {stored.device} but is "
+    check_gain(log_gain, stored.device)
+
+
+def check_gain(log_gain: Tensor | None, device: torch.device) -> None:
+    """Refuse a gain that is not one float on the device."""
+    if log_gain is not None and not (log_gain.shape == (1,) and log_gain.is_floating_point() and log_gain.device == device):
+        raise UsageError(f"the gain of a weight must be one float on {device} but is "
                          f"{_words(log_gain.shape, log_gain.dtype, log_gain.device)}")
+
+
+def check_tokens(tokens: Tokens, levels: Tensor, by_output: Tensor | None) -> None:
+    """Refuse levels of other features than the rounded tokens have, and scales that are not one for each."""
+    q, scale = tokens
+    check_matrix("the rounded tokens", q)
+    (count, features), outputs, device = q.shape, len(levels), q.device
+    check_tensor("the levels", levels, (outputs, features), INT8 if q.dtype is FIXED else q.dtype, device)
+    check_tensor("the tokens' scales", scale, (count,), torch.float32, device)
+    if by_output is not None:
+        check_tensor("the outputs' scales", by_output, (outputs,), torch.float32, device)
 
 
 def check_pair(grad_output: Tensor, x: Tensor) -> None:

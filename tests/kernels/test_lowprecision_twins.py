@@ -1,4 +1,4 @@
-"""8-bit products by Triton: tokens are rounded to the definition's numbers, and multiplied as it multiplies them."""
+"""Products of whole numbers by Triton and by C: tokens are rounded to the definition's, and multiplied as it multiplies."""
 
 import math
 
@@ -8,7 +8,7 @@ from kernel_cases import KEY, random_stored
 
 from gft import ops
 from gft.errors import UsageError
-from gft.ops import Scaling
+from gft.ops import Scaling, native
 from gft.storage import Storage
 
 eight_bits = pytest.mark.parametrize("dtype", [ops.INT8, ops.FP8], ids=["int8", "fp8"])
@@ -95,3 +95,72 @@ def test_what_does_not_fit_together_is_refused_before_a_kernel_reads_it(triton_t
         triton_twins.round_tokens(torch.randn(2, 32, device=device), ops.INT8, Scaling(log_gain=tokens.scale))
     assert triton_twins.round_tokens(torch.randn(2, 32, device=device).double(), ops.INT8) is NotImplemented
     assert triton_twins.multiply_tokens(tokens, levels, torch.float64) is NotImplemented
+
+
+# ---------------------------------------------------------------------------------------------------- C
+
+# tokens, features, outputs: single ones, whole tiles, one more and one less, more than a block and than a step of AMX.
+SHAPES = [(5, 1, 1), (16, 64, 48), (17, 65, 49), (8, 4, 48), (33, 130, 100), (6, 2049, 17), (40, 63, 7)]
+in_c = pytest.mark.parametrize("dtype", [ops.INT8, ops.FIXED], ids=["int8", "fixed"])
+
+
+@pytest.fixture(params=[1, 3], ids=["one thread", "three threads"])
+def threads(request, monkeypatch):
+    monkeypatch.setattr(native, "LEAST_A_THREAD", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: request.param)
+
+
+@in_c
+def test_c_rounds_tokens_to_the_same_bits(c_twins, threads, dtype):
+    for shape in SHAPES:
+        values, gain = random_tokens(shape[:2]), torch.tensor([0.01])
+        for scaling, by_feature in ((ops.PLAIN, None), (Scaling(None, gain, 0.37, 3.0), torch.rand(shape[1]))):
+            wanted = ops.round_tokens.definition(values, dtype, scaling, by_feature)
+            for lie in (values, values.t().contiguous().t()):
+                got = c_twins.round_tokens(lie, dtype, scaling, by_feature)
+                assert got.q.dtype is dtype
+                assert torch.equal(got.q, wanted.q), shape
+                assert torch.equal(got.scale.nan_to_num(7), wanted.scale.nan_to_num(7)), shape
+
+
+@in_c
+def test_c_multiplies_tokens_to_the_same_bits(c_twins, threads, dtype):
+    for tokens, features, outputs in SHAPES:
+        rounded = ops.round_tokens.definition(torch.randn(tokens, features) * torch.exp(torch.randn(features)), dtype)
+        levels = torch.randint(-7, 8, (outputs, features), dtype=torch.int8)
+        for by_output in (None, torch.rand(outputs) + 0.1):
+            wanted = ops.multiply_tokens.definition(rounded, levels, torch.float32, by_output)
+            for lie in (levels, levels.t().contiguous().t()):
+                got = c_twins.multiply_tokens(rounded, lie, torch.float32, by_output)
+                assert torch.equal(got, wanted), (tokens, features, outputs)
+        assert c_twins.multiply_tokens(rounded, levels, torch.bfloat16).dtype is torch.bfloat16
+
+
+def test_the_largest_sums_of_fixed_point_are_exact(c_twins):
+    """Digits of -128 and of 127, and levels of 8 bits."""
+    q = torch.tensor([[127 * 65536, -127 * 65536, 127 * 257 + 127 * 65536, -128 * 257 - 126 * 65536]], dtype=torch.int32)
+    tokens = ops.Tokens(q.repeat(3, 500), torch.ones(3))
+    levels = torch.tensor([[127, -127, 127, -127], [-127] * 4], dtype=torch.int8).repeat(1, 500)
+    wanted = (tokens.q.double() @ levels.double().t()).float()
+    assert torch.equal(c_twins.multiply_tokens(tokens, levels, torch.float32), wanted)
+
+
+def test_c_reads_levels_out_as_bytes(c_twins):
+    for storage in (Storage(2, memory=False), Storage(3, memory=False), Storage(4), Storage(2), Storage(8, memory=False)):
+        stored = random_stored(storage, (35, 131))
+        got = c_twins.float_levels(stored, storage, 131, torch.int8)
+        assert got.dtype is torch.int8
+        assert torch.equal(got, storage.levels(stored, 131))
+
+
+def test_c_refuses_what_does_not_fit_together(c_twins, refuses):
+    tokens = c_twins.round_tokens(torch.randn(20, 32), ops.FIXED)
+    levels = torch.ones(16, 32, dtype=torch.int8)
+    with refuses(UsageError, "the levels must be 16 × 32 of int8"):
+        c_twins.multiply_tokens(tokens, levels[:, :31], torch.float32)
+    with refuses(UsageError, "the tokens' scales must be 20 of float32"):
+        c_twins.multiply_tokens(tokens._replace(scale=tokens.scale[1:]), levels, torch.float32)
+    with refuses(UsageError, "the factors must be 32 of float32"):
+        c_twins.round_tokens(torch.randn(2, 32), ops.FIXED, ops.PLAIN, tokens.scale)
+    assert c_twins.round_tokens(torch.randn(2, 32), ops.FP8) is NotImplemented
+    assert c_twins.multiply_tokens(tokens, levels, torch.float64) is NotImplemented

@@ -202,3 +202,12 @@ def test_weights_move_without_a_compiler(settings, warnings_expected, tmp_path):
     assert done.stdout.split() == ["0", "True"]
     assert done.stderr.count("UserWarning") == warnings_expected
     assert bool(done.stderr) == bool(warnings_expected)
+
+
+@pytest.mark.parametrize("granted", [True, False])
+def test_a_processor_whose_tiles_the_system_refuses_gets_code_without_them(monkeypatch, granted):
+    monkeypatch.setattr(build, "_processor", lambda: "flags : avx512_vnni amx_int8")
+    monkeypatch.setattr(build, "has_tiles", lambda: granted)
+    aimed = [tuning for tuning in build._tunings() if tuning]
+    assert len(aimed) == len(build.TUNINGS) - 1
+    assert [set(build.WITHOUT_TILES) <= set(tuning) for tuning in aimed] == [not granted] * len(aimed)

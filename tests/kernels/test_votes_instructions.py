@@ -1,4 +1,5 @@
-"""The exact product of votes in C, by every instruction that votes.h knows: this machine's own, and emulated ones.
+"""The exact product of votes in C, by every instruction that votes.h knows: this machine's own, where that is AMX the one
+below it, and emulated ones.
 
 Emulated (emulated.h) on an ARM processor only: it can compile the code for both families, and x86 cannot.
 """
@@ -22,6 +23,7 @@ EMULATED = {"AVX-512 VNNI": (4, 48, "-D__AVX512VNNI__"), "AVX VNNI": (4, 24, "-D
 # tokens, rows, columns: single ones, whole tiles, one more and one less, and more tokens than are packed at once.
 SHAPES = [(1, 1, 1), (4, 4, 16), (8, 8, 48), (5, 3, 17), (7, 1, 100), (9, 100, 1), (2, 65, 15), (511, 9, 49), (513, 65, 25),
           (1027, 130, 33)]
+BELOW_AMX = "not AMX"
 MOST_TOKENS = (2**31 - 1) // 127**2  # whose votes int32 is sure to hold
 
 
@@ -33,8 +35,12 @@ def built(tmp_path_factory):
     def library(instruction):
         if instruction not in libraries:
             path = tmp_path_factory.mktemp("built") / "native.so"
-            flag, header = EMULATED[instruction][-1], Path(__file__).with_name("emulated.h")
-            command = [*build._compiler(), "-O1", *build.FLAGS[1:], flag, "-fno-strict-aliasing", "-include", str(header)]
+            command = [*build._compiler(), "-O1", *build.FLAGS[1:]]
+            if instruction == BELOW_AMX:
+                command += [*build.TUNINGS[0], *build.WITHOUT_TILES]
+            else:
+                header = Path(__file__).with_name("emulated.h")
+                command += [EMULATED[instruction][-1], "-fno-strict-aliasing", "-include", str(header)]
             subprocess.run([*command, "-o", str(path), str(build.SOURCE), "-lm"], check=True)
             libraries[instruction] = build._loaded(path)
         return libraries[instruction]
@@ -42,16 +48,25 @@ def built(tmp_path_factory):
     return library
 
 
-@pytest.fixture(params=["its own", *EMULATED])
-def instruction(request, built, c_twins, monkeypatch):
-    """C's product of votes, by this instruction."""
+@pytest.fixture(params=["its own", BELOW_AMX, *EMULATED])
+def twins(request, built, c_twins, monkeypatch):
+    """C's products of bytes, by this instruction."""
+    if request.param == BELOW_AMX and not build.has_tiles():
+        pytest.skip("the machine's own")
+    if request.param in EMULATED and not ARM:
+        pytest.skip("emulated on ARM only")
     if request.param != "its own":
-        if not ARM:
-            pytest.skip("emulated on ARM only")
         library = built(request.param)
-        assert (library.gft_group_tokens(), library.gft_panel_columns()) == EMULATED[request.param][:2]
+        if request.param in EMULATED:
+            assert (library.gft_group_tokens(), library.gft_panel_columns()) == EMULATED[request.param][:2]
         monkeypatch.setattr(native, "library", lambda: library)
-    return c_twins.votes_product
+    return c_twins
+
+
+@pytest.fixture
+def instruction(twins):
+    """C's product of votes."""
+    return twins.votes_product
 
 
 def random_bytes(tokens, *features):
@@ -93,3 +108,13 @@ def test_a_processor_with_dot_products_uses_them(c_twins):
     if "asimddp" not in features:
         pytest.skip("this processor is not asked by /proc/cpuinfo, or has none")
     assert native.library().gft_group_tokens() == expected
+
+
+@pytest.mark.parametrize("dtype", [ops.INT8, ops.FIXED], ids=["int8", "fixed"])
+def test_tokens_are_multiplied_exactly_in_odd_shapes(twins, dtype):
+    for tokens, outputs, features in SHAPES:
+        rounded = ops.round_tokens(torch.randn(tokens, features), dtype)
+        levels = torch.randint(-127, 128, (outputs, features), dtype=torch.int8)
+        wanted = (rounded.q.double() @ levels.double().t()).float() * rounded.scale[:, None]
+        for lie in (levels, levels.t().contiguous().t()):
+            assert torch.equal(twins.multiply_tokens(rounded, lie, torch.float32), wanted), (tokens, outputs, features)

@@ -23,6 +23,7 @@ from torch import Tensor
 from gft.ops import checks
 from gft.ops.activations import LARGEST_SQUARED, MeanSquare, Quantized, take_mean
 from gft.ops.levels import PLAIN, Scaling
+from gft.ops.lowprecision import FIXED, INT8, LARGEST, MOST_FEATURES, SMALLEST, Tokens
 from gft.ops.native.build import library
 from gft.ops.native.interface import (
     CMoments,
@@ -31,9 +32,11 @@ from gft.ops.native.interface import (
     LevelsJob,
     MoveJob,
     Parts,
+    ProductJob,
     QuantizeJob,
     SquaresJob,
     ToIntJob,
+    TokensJob,
     VotesJob,
     c_key,
     c_storage,
@@ -48,6 +51,7 @@ from gft.storage import Storage
 ROWS_OF_SQUARES = 64  # summed together, whatever the threads: so the sum's order, and its last bit, never changes
 LEAST_A_THREAD = 1 << 15  # elements; fewer do not repay waking a thread
 PARTS_A_THREAD = 4  # taken one by one: a thread that is held up leaves its share to the others
+DIGITS = 3  # of 8 bits in a number of fixed point
 ROWS_OF_VOTES = 64  # as many as native.c packs at once
 NOT_REUSED = 1 << 18  # bytes; a block this large may go back to the system when it is freed (glibc), and be new each time
 MOST_KEPT = 1 << 26  # bytes; a model that is gone leaves no more behind
@@ -58,7 +62,8 @@ def twins() -> dict[str, Callable[..., Any]]:
     """The operations that C does, by name; none where it cannot be built."""
     if library() is None:
         return {}
-    offered = (quantize, float_levels, votes_product, sums_of_squares, rounding_plan, round_weights, topk_weights)
+    offered = (quantize, float_levels, votes_product, round_tokens, multiply_tokens, sums_of_squares, rounding_plan,
+               round_weights, topk_weights)
     return {function.__name__: function for function in offered}
 
 
@@ -182,16 +187,16 @@ def quantize(values: Tensor, factors: Tensor | None, largest: int, key: NoiseKey
 
 def float_levels(stored: Tensor, storage: Storage, columns: int, dtype: torch.dtype, scaling: Scaling = PLAIN,
                  places: int = 1, turned: bool = False) -> Tensor:
-    """Read a weight out as float32 (levels.float_levels)."""
+    """Read a weight out as float32, or its levels alone as int8 (levels.float_levels)."""
     checks.check_stored(stored, storage, columns)
     checks.check_scaling(scaling, stored, columns)
-    if dtype is not torch.float32 or places != 1 or turned:
+    if not (dtype is torch.float32 or (dtype is torch.int8 and scaling is PLAIN)) or places != 1 or turned:
         return NotImplemented
     stored, rows = stored.contiguous(), len(stored)
-    levels, factors = _scratch.borrow((rows, columns)), scaling.factors()
+    levels, factors = _scratch.borrow((rows, columns), dtype), scaling.factors()
     by_group = factors if isinstance(factors, Tensor) and factors.dim() else None
     factor = 1.0 if by_group is not None else float(factors)
-    job = LevelsJob(stored.data_ptr(), levels.data_ptr(), factor, columns, c_storage(storage))
+    job = LevelsJob(stored.data_ptr(), levels.data_ptr(), factor, columns, dtype is torch.int8, c_storage(storage))
     _side_by_side(_functions().gft_levels, job, rows, levels.numel())
     if by_group is not None and levels.numel():
         levels.view(*by_group.shape, columns // by_group.shape[1]).mul_(by_group[:, :, None])
@@ -215,7 +220,7 @@ def votes_product(grad_output: Tensor, x: Tensor, into: Tensor | None = None, me
     grad_output, x = grad_output.contiguous(), x.contiguous()
     (tokens, rows), columns = grad_output.shape, x.shape[1]
     panels, group = -(-columns // panel), functions.gft_group_tokens()
-    packed = torch.empty(panels * panel, -(-tokens // group), group, dtype=torch.uint8)
+    packed = torch.empty(panels * panel, functions.gft_packed_groups(tokens), group, dtype=torch.uint8)
     votes = _scratch.borrow((rows, columns), torch.int32)
     job = VotesJob(grad_output.data_ptr(), x.data_ptr(), packed.data_ptr(), votes.data_ptr(), tokens, rows, columns)
     _side_by_side(functions.gft_pack_x, job, panels, x.numel())
@@ -239,6 +244,57 @@ def _as_int32(whole: Tensor) -> Tensor:  # float32, contiguous, whole numbers
     """The same numbers as int32, in the same memory: `whole` is not to be used any more."""
     _side_by_side(_functions().gft_to_int, ToIntJob(whole.data_ptr()), whole.numel(), whole.numel())
     return whole.view(torch.int32)
+
+
+def round_tokens(values: Tensor, dtype: torch.dtype, scaling: Scaling = PLAIN, by_feature: Tensor | None = None) -> Tokens:
+    """Round each token on a scale of its own (lowprecision.round_tokens); floats of 8 bits are left to torch."""
+    checks.check_values(values, by_feature, None)
+    checks.check_gain(scaling.log_gain, values.device)
+    if values.dtype not in checks.FLOATS or dtype not in (INT8, FIXED) or not values.numel():
+        return NotImplemented
+    values = values.float().contiguous()
+    by_feature = None if by_feature is None else by_feature.contiguous()
+    q, scale = _scratch.borrow(values.shape, dtype), torch.empty(len(values), dtype=torch.float32)
+    factor = float(Scaling(None, *scaling[1:]).factors())
+    job = TokensJob(values.data_ptr(), _address(by_feature), q.data_ptr(), scale.data_ptr(), values.shape[1],
+                    LARGEST[dtype], SMALLEST, factor, dtype is INT8)
+    _side_by_side(_functions().gft_round_tokens, job, len(values), values.numel())
+    return Tokens(q, scale)
+
+
+def multiply_tokens(tokens: Tokens, levels: Tensor, dtype: torch.dtype, by_output: Tensor | None = None) -> Tensor:
+    """q · levels^T on the tokens' scales (lowprecision.multiply_tokens). Levels may lie either way round."""
+    checks.check_tokens(tokens, levels, by_output)
+    functions, (q, scale) = _functions(), tokens
+    panel = functions.gft_panel_columns()
+    if (panel == 0 or dtype not in checks.FLOATS or q.dtype not in (INT8, FIXED) or not (q.numel() and levels.numel())
+            or q.shape[1] > MOST_FEATURES):
+        return NotImplemented
+    (count, features), outputs = q.shape, len(levels)
+    q, scale, by_output = q.contiguous(), scale.contiguous(), None if by_output is None else by_output.contiguous()
+    panels, tile, group = -(-outputs // panel), functions.gft_tile_tokens(), functions.gft_group_tokens()
+    tiles, groups, digits = -(-count // tile), functions.gft_packed_groups(features), 1 if q.dtype is INT8 else DIGITS
+    packed_levels = _scratch.borrow((panels * panel, groups, group), torch.uint8)
+    packed_tokens = _scratch.borrow((tiles, digits, groups, tile, group), torch.int8)
+    starts = torch.empty(tiles, digits, tile, dtype=torch.int32)
+    y = _scratch.borrow((count, outputs))
+    turned = levels.t()
+    if turned.is_contiguous() and not levels.is_contiguous():
+        pack, job = functions.gft_pack_x, VotesJob(0, turned.data_ptr(), packed_levels.data_ptr(), 0, features, 0, outputs)
+        _side_by_side(pack, job, panels, levels.numel())
+    else:
+        levels = levels.contiguous()
+    job = ProductJob(q.data_ptr(), levels.data_ptr(), scale.data_ptr(), _address(by_output), packed_levels.data_ptr(),
+                     packed_tokens.data_ptr(), starts.data_ptr(), y.data_ptr(), count, features, outputs, q.dtype is INT8)
+    if levels.is_contiguous():
+        _side_by_side(functions.gft_pack_levels, job, panels, levels.numel())
+    _side_by_side(functions.gft_pack_tokens, job, tiles, q.numel())
+    _side_by_side(functions.gft_multiply_tokens, job, tiles, y.numel())
+    return y.to(dtype)
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 # ---------------------------------------------------------------------------------------------------- moving weights

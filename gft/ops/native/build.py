@@ -26,9 +26,10 @@ from pathlib import Path
 from gft.ops.native.interface import SIGNATURES
 
 SOURCE = Path(__file__).with_name("native.c")
-PARTS = ("noise.h", "stored.h", "votes.h", "moves.h")  # that it includes
+PARTS = ("noise.h", "stored.h", "votes.h", "tokens.h", "moves.h")  # that it includes
 FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
 TUNINGS = (("-march=native", "-mprefer-vector-width=512"), ("-march=native",), ())  # the first that the compiler takes
+WITHOUT_TILES = ("-mno-amx-int8",)
 PATIENCE = 60  # seconds for the compiler
 
 _one_at_a_time = threading.Lock()
@@ -135,7 +136,7 @@ def built(compiler: list[str], folder: Path) -> Path:
     if not is_ours(folder):
         raise PermissionError(f"{folder} is not yours alone to write")
     texts = [path.read_text() for path in (SOURCE, *map(SOURCE.with_name, PARTS))]
-    marks = [*texts, *FLAGS, *chain(*TUNINGS), *compiler, platform.machine(), _processor()]
+    marks = [*texts, *FLAGS, *chain(*_tunings()), *compiler, platform.machine(), _processor()]
     name = f"native-{_digest(chr(0).join(marks).encode())}"
     for path in folder.glob(f"{name}-*.so"):
         if is_ours(path) and path.name == f"{name}-{_digest(path.read_bytes())}.so":
@@ -152,13 +153,33 @@ def built(compiler: list[str], folder: Path) -> Path:
         return unfinished.replace(folder / f"{name}-{_digest(content)}.so")
 
 
+@cache
+def has_tiles() -> bool:
+    """Has the processor AMX's products of bytes, and does Linux give this process the registers for them? They are many, so
+    a process has to ask; threads and forked processes then have them, too."""
+    if platform.system() != "Linux" or "amx_int8" not in _processor().split():
+        return False
+    arch_prctl, request, tiles = 158, 0x1023, 18
+    try:
+        return ctypes.CDLL(None).syscall(arch_prctl, request, tiles) == 0
+    except (AttributeError, OSError):
+        return False
+
+
+def _tunings() -> tuple[tuple[str, ...], ...]:
+    """What is told the compiler of the processor: the first that it takes."""
+    if has_tiles() or "amx_int8" not in _processor().split():
+        return TUNINGS
+    return tuple((*tuning, *WITHOUT_TILES) if tuning else () for tuning in TUNINGS)
+
+
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _compile(compiler: list[str], target: Path) -> None:
     said: list[str] = []
-    for tuning in TUNINGS:
+    for tuning in _tunings():
         command = [*compiler, *FLAGS, *tuning, "-o", str(target), str(SOURCE), "-lm"]
         try:
             done = subprocess.run(command, capture_output=True, timeout=PATIENCE, text=True, errors="replace")

@@ -80,9 +80,14 @@ def _each(c_type: Any, names: str) -> list[tuple[str, Any]]:
 
 QuantizeJob = job("QuantizeJob", *_each(POINTER, "values factor out squares"), *_each(LONG, "columns piece"),
                   *_each(FLOAT, "top largest_squared"), ("key", CKey))
-LevelsJob = job("LevelsJob", *_each(POINTER, "stored out"), ("factor", FLOAT), ("columns", LONG), ("storage", CStorage))
+LevelsJob = job("LevelsJob", *_each(POINTER, "stored out"), ("factor", FLOAT), ("columns", LONG), ("bytes", INT),
+                ("storage", CStorage))
 ToIntJob = job("ToIntJob", ("values", POINTER))
 VotesJob = job("VotesJob", *_each(POINTER, "grad x packed votes"), *_each(LONG, "tokens rows columns"))
+TokensJob = job("TokensJob", *_each(POINTER, "values by_feature q scale"), ("features", LONG),
+                *_each(FLOAT, "largest smallest factor"), ("bytes", INT))
+ProductJob = job("ProductJob", *_each(POINTER, "q levels scale by_output packed_levels packed_tokens starts out"),
+                 *_each(LONG, "tokens features outputs"), ("bytes", INT))
 SquaresJob = job("SquaresJob", *_each(POINTER, "votes by_row by_column"), *_each(LONG, "columns piece"),
                  *_each(INT, "wide shift"))
 MoveJob = job("MoveJob", *_each(POINTER, "stored votes"), ("columns", LONG), ("wide", INT), ("storage", CStorage),
@@ -90,7 +95,8 @@ MoveJob = job("MoveJob", *_each(POINTER, "stored votes"), ("columns", LONG), ("w
 Parts = job("Parts", *_each(POINTER, "work job"), *_each(LONG, "rows step next total"))
 
 # Done on ranges of rows, by a job.
-WORKS = ("gft_quantize", "gft_levels", "gft_to_int", "gft_pack_x", "gft_votes", "gft_squares", "gft_round", "gft_topk")
+WORKS = ("gft_quantize", "gft_levels", "gft_to_int", "gft_pack_x", "gft_votes", "gft_round_tokens", "gft_pack_levels",
+         "gft_pack_tokens", "gft_multiply_tokens", "gft_squares", "gft_round", "gft_topk")
 # name: (result, arguments)
 SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     **{name: (LONG, [POINTER, LONG, LONG]) for name in WORKS},
@@ -98,5 +104,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "gft_huge_pages": (None, [POINTER, LONG]),
     "gft_panel_columns": (LONG, []),
     "gft_group_tokens": (LONG, []),
+    "gft_tile_tokens": (LONG, []),
+    "gft_packed_groups": (LONG, [LONG]),
     "gft_factors": (None, [POINTER, POINTER, LONG, LONG, CMoments, POINTER, POINTER, POINTER]),
 }

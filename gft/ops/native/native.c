@@ -3,6 +3,7 @@
  *     noise.h    random numbers
  *     stored.h   weights as bytes, as values, as floats
  *     votes.h    grad_output^T · x of bytes
+ *     tokens.h   x or grad_output, in whole numbers, times levels
  *     moves.h    votes -> factors -> moved weights
  *
  * Every operation is a function of a job and of a range of rows, so that threads can share it (gft_take_parts). They equal
@@ -73,8 +74,10 @@ typedef struct {
 
 typedef struct {
     const uint8_t *stored;
-    float *out, factor;
+    void *out; /* float, or int8 if bytes, and then of levels alone */
+    float factor;
     int64_t columns;
+    int32_t bytes;
     Storage storage;
 } LevelsJob;
 
@@ -84,6 +87,27 @@ typedef struct {
     int32_t *votes;
     int64_t tokens, rows, columns;
 } VotesJob;
+
+typedef struct {
+    const float *values, *by_feature; /* (tokens, features), (features,) or none */
+    void *q; /* as values: int8, or int32 */
+    float *scale; /* (tokens,) */
+    int64_t features;
+    float largest, smallest, factor; /* of q, of a token's amax, of the scale */
+    int32_t bytes; /* is q int8? */
+} TokensJob;
+
+typedef struct {
+    const void *q; /* (tokens, features) int8, or int32 */
+    const int8_t *levels; /* (outputs, features) */
+    const float *scale, *by_output; /* (tokens,), (outputs,) or none */
+    uint8_t *packed_levels;
+    int8_t *packed_tokens;
+    int32_t *starts;
+    float *out; /* (tokens, outputs) */
+    int64_t tokens, features, outputs;
+    int32_t bytes; /* is q int8? */
+} ProductJob;
 
 typedef struct {
     const void *votes; /* int32, or int64 if wide */
@@ -117,6 +141,7 @@ static inline float within(float a, float most) {
 #include "noise.h"
 #include "stored.h"
 #include "votes.h"
+#include "tokens.h"
 #include "moves.h"
 
 /* ------------------------------------------------------------------------------------------------ threads */

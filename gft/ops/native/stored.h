@@ -37,7 +37,7 @@ static void write_values(uint8_t *bytes, int8_t *values, int count, Storage stor
     }
 }
 
-/* Rows `from` to `to` of a stored matrix as floats, times a factor: Storage.levels. */
+/* Rows `from` to `to` of a stored matrix as floats, times a factor, or as bytes: Storage.levels. */
 int64_t gft_levels(const LevelsJob *job, int64_t from, int64_t to) {
     _Alignas(64) int8_t values[BLOCK];
     Storage storage = job->storage;
@@ -47,11 +47,17 @@ int64_t gft_levels(const LevelsJob *job, int64_t from, int64_t to) {
     for (int64_t row = from; row < to; row++) {
         for (int64_t start = 0; start < columns; start += BLOCK) {
             int count = at_most(columns - start, BLOCK);
-            float *level = job->out + row * columns + start;
+            int64_t at = row * columns + start;
             const uint8_t *bytes = job->stored + row * bytes_per_row + start * storage.field_bits / 8;
             const int8_t *value = storage.memory ? (const int8_t *)bytes : values;
             if (!storage.memory) read_values(values, bytes, count, storage);
-            for (int i = 0; i < count; i++) level[i] = (float)((value[i] + half) >> bits) * factor;
+            if (job->bytes) {
+                int8_t *level = (int8_t *)job->out + at;
+                for (int i = 0; i < count; i++) level[i] = (int8_t)((value[i] + half) >> bits);
+            } else {
+                float *level = (float *)job->out + at;
+                for (int i = 0; i < count; i++) level[i] = (float)((value[i] + half) >> bits) * factor;
+            }
         }
     }
     return 0;

@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gft.errors import UsageError
 from gft.ops import checks
 from gft.ops.levels import PLAIN, Scaling
 from gft.ops.lowprecision import FP8, INT8, LARGEST, SMALLEST, Tokens
@@ -119,11 +118,8 @@ def round_tokens(values: Tensor, dtype: torch.dtype, scaling: Scaling = PLAIN, b
 def _rounding_of(values: Tensor, dtype: torch.dtype, scaling: Scaling, by_feature: Tensor | None) -> _Rounding | None:
     """How such tokens are rounded, once they have been checked; None for what is left to the definition."""
     checks.check_values(values, by_feature, None)
+    checks.check_gain(scaling.log_gain, values.device)
     log_gain = scaling.log_gain
-    if log_gain is not None and not (log_gain.shape == (1,) and log_gain.is_floating_point()
-                                     and log_gain.device == values.device):
-        raise UsageError(f"the gain of a weight must be one float on {values.device} but has the shape "
-                         f"{tuple(log_gain.shape)} on {log_gain.device}")
     if values.dtype not in checks.FLOATS or not values.numel() or not writes(dtype, values.device):
         return None
     block, warps = block_of(values.shape[1])
@@ -190,13 +186,9 @@ _launch_product = Launcher(_product_kernel)
 
 def multiply_tokens(tokens: Tokens, levels: Tensor, dtype: torch.dtype, by_output: Tensor | None = None) -> Tensor:
     """q · levels^T on the tokens' scales (lowprecision.multiply_tokens)."""
+    checks.check_tokens(tokens, levels, by_output)
     q, scale = tokens
-    checks.check_matrix("the rounded tokens", q)
     (count, features), outputs, device = q.shape, len(levels), q.device
-    checks.check_tensor("the levels", levels, (outputs, features), q.dtype, device)
-    checks.check_tensor("the tokens' scales", scale, (count,), torch.float32, device)
-    if by_output is not None:
-        checks.check_tensor("the outputs' scales", by_output, (outputs,), torch.float32, device)
     if (dtype not in checks.FLOATS or not writes(q.dtype, device) or not (q.numel() and levels.numel())
             or features > MOST_FEATURES):
         return NotImplemented
