@@ -12,7 +12,7 @@ from gft.cli import app
 from gft.lab import bench
 from gft.lab.bench import first, steps, written
 from gft.lab.bench.run import has_parts
-from gft.lab.bench.works import llama, of_users
+from gft.lab.bench.works import llama, of_users, works
 from gft.layers import quantized_layers
 from gft.ops.native.build import library
 
@@ -71,6 +71,14 @@ def test_all_layers_of_the_body_are_integers_and_learn(work):
     assert all(not torch.equal(one, other) for one, other in zip(before, gft.quantized(side.model), strict=True))
     family = work.name.split()[0].strip(",")
     assert len(quantized_layers(side.model)) == {"Llama": 14, "ResNet-18": 5, "ResNet-50": 8}[family]
+
+
+def test_adamw_in_float32_is_the_peer_on_a_cpu_and_one_more_on_a_gpu():
+    (row,) = chosen("dnn 2x64, batch 256")
+    assert (row.peer_is, row.bar) == ("fused AdamW fp32, eager", "at most 1")
+    (work, *_) = works(CPU, small=True)
+    case = steps.Case("time", bench.Ours(2), "captured", "")
+    assert [steps.bar_of(work, case, peer, "bf16") for peer in ("bf16", "fp32")] == [1.0, 0.6]
 
 
 def test_low_precision_has_rows_of_its_own_beside_the_same_peer():

@@ -98,7 +98,7 @@ def rows_of(work: Work, chosen: Sequence[Case], device: torch.device) -> Iterato
         say(f"    {way}, measured in {time.perf_counter() - begun:.0f} s")
         for case in chosen:
             for peer in peers if (case.kind, case.way) == ("time", way) else ():
-                if (bar := bar_of(work, case, peer)) is not None:
+                if (bar := bar_of(work, case, peer, low)) is not None:
                     yield row(case, took[case.ours] * 1e3, took[peer] * 1e3, "ms", f"fused AdamW {peer}, {way}", bar)
 
 
@@ -115,13 +115,13 @@ def peers_of(work: Work, chosen: Sequence[Case], device: torch.device) -> list[s
     return peers
 
 
-def bar_of(work: Work, case: Case, peer: str) -> float | None:
-    """What of a peer's time a case is to take at most; None: they are not compared."""
+def bar_of(work: Work, case: Case, peer: str, usual: str) -> float | None:
+    """What of a peer's time a case is to take at most; None: they are not compared. `usual`: what the device trains in."""
     if peer.endswith(MUON) or case.ours.momentum:
         return work.muon_bar if peer.endswith(MUON) and case.ours.momentum else None
     if peer == FLOAT8:
         return work.float8_bar
-    if peer == "fp32" and work.fp32_bar is not None:
+    if peer == "fp32" and peer != usual and work.fp32_bar is not None:
         return work.fp32_bar
     return work.low_bar if case.ours.compute else work.bars.get(case.way, 1.0)
 
