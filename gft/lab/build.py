@@ -154,14 +154,25 @@ def groups_of_floats(recipe: Recipe, parameters: list[nn.Parameter], blocks: Col
 
 
 def build_scheduler(recipe: Recipe, optimizer: gft.Hybrid) -> torch.optim.lr_scheduler.LambdaLR:
-    """Both rates rise linearly for `warmup` steps, then fall to 0."""
+    """Rates rise linearly for `warmup` steps, then fall to 0, those of floats only if they are to."""
     steps, warmup = recipe.schedule.steps, recipe.schedule.warmup
 
+    def rising(step: int) -> float:
+        return min((step + 1) / (warmup + 1), 1.0)
+
     def share(step: int) -> float:
-        rising = (step + 1) / (warmup + 1)
         falling = (steps - step) / max(steps - warmup, 1)
         if recipe.schedule.falls == "cosine":
             falling = (1 - math.cos(math.pi * min(max(falling, 0.0), 1.0))) / 2
-        return max(0.0, min(rising, falling, 1.0))
+        return max(0.0, min(rising(step), falling))
 
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, share)
+    shares = [share if recipe.schedule.floats_fall or isinstance(part, gft.GFT) else rising
+              for part in optimizer.optimizers for _ in part.param_groups]
+    if not recipe.schedule.floats_fall:
+        if rising not in shares:
+            raise UsageError(f"schedule.floats_fall=false would not be used: nothing in {recipe.name} is a float; leave it "
+                             "out")
+        if recipe.integers.method != "gft":
+            raise UsageError(f"schedule.floats_fall=false tells floats from weights that gft.GFT trains, not from those of "
+                             f"method={recipe.integers.method}; leave it out")
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, shares)

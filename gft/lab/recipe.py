@@ -233,13 +233,14 @@ class Dense:
 
 @dataclass(frozen=True)
 class Schedule:
-    """For how long, and when to evaluate. Both learning rates rise linearly for `warmup` steps, then fall to 0."""
+    """For how long, and when to evaluate. Learning rates rise linearly for `warmup` steps, then fall to 0."""
 
     steps: int = 1960  # 10 epochs of MNIST's 50,000
     warmup: int = 0
     eval_every: int = 0  # steps; 0: once an epoch
     whole_images: float = 0.0  # vit with patch_dropout: the share of the steps, the last ones, that see every patch
     falls: str = "linear"  # or cosine: half a wave
+    floats_fall: bool = True  # False: only the integers' rate falls; that of all else stays where warmup has brought it
 
     def __post_init__(self) -> None:
         _choose(self, falls=("linear", "cosine"))

@@ -173,6 +173,29 @@ def test_learning_rates_rise_then_fall_to_nothing(small):
     assert optimizer.param_groups[0]["lr"] == 0
 
 
+def test_the_rate_of_floats_may_stay_where_it_is(small, refuses):
+    def rates_of(name, *settings):
+        recipe = small(name, "steps=8", "warmup=1", *settings)
+        model = build.build_model(recipe, data.load(recipe.data.name))
+        optimizer = build.build_optimizer(recipe, model, 0)
+        scheduler, rates = build.build_scheduler(recipe, optimizer), []
+        for _ in range(8):
+            rates.append([group["lr"] / group["initial_lr"] for group in optimizer.param_groups])
+            optimizer.step(); scheduler.step()
+        return list(zip(*rates, strict=True))
+
+    falls, both_fall = rates_of("verses-gpt-hybrid1-4bit")
+    own, stays = rates_of("verses-gpt-hybrid1-4bit", "floats_fall=false")
+    assert falls == both_fall == own
+    assert own[-1] < 0.2
+    assert stays == (0.5, *[1.0] * 7)
+    assert rates_of("verses-gpt-fp", "floats_fall=false") == [stays]
+    with refuses(UsageError, "nothing in digits-quantized-2bit is a float"):
+        rates_of("digits-quantized-2bit", "floats_fall=false")
+    with refuses(UsageError, "not from those of method=dqt"):
+        rates_of("verses-gpt-hybrid1-4bit", "floats_fall=false", "method=dqt", "integers.lr=0.001")
+
+
 # ---------------------------------------------------------------------------------------------------- older results
 
 
