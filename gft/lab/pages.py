@@ -6,7 +6,7 @@ A Markdown file marks where a table goes, and everything between the marks is wr
     ...
     <!-- end -->
 
-    gft pages            # rewrite README.md and four pages of docs; draw results/step.png
+    gft pages            # rewrite README.md and five pages of docs; draw results/step.png
     gft pages --check    # change nothing; exit 1 if a file is out of date
 
 `PAGES` says which names there are and which function writes each.
@@ -31,7 +31,8 @@ from gft.lab.transfer import SIZES, place_of
 
 Row = Mapping[str, Any]  # of a table.json: all runs of one recipe
 ROOT = Path(__file__).resolve().parents[2]
-FILES = ("README.md", "docs/results.md", "docs/benchmarks.md", "docs/scaling.md", "docs/paper.md")
+FILES = ("README.md", "docs/results.md", "docs/benchmarks.md", "docs/kernels.md", "docs/scaling.md",
+         "docs/paper.md")
 REGION = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n)(?P<body>.*?)(<!-- end -->)", re.DOTALL)
 
 TABLES = {
@@ -205,7 +206,8 @@ def paper_rows(results: Path) -> str:
                 continue
             near = abs(row["gap"]) <= COMES_OUT[row["metric"]]
             verdict = "comes out" if near else "better" if better(row, row["paper"]) else "**behind**"
-            lines.append([title, spaced(row["name"]), f"{row['paper']:g}", value(row), signed(row["gap"], digits(row)), verdict])
+            lines.append([title, spaced(row["name"]), f"{row['paper']:g}", value(row), signed(row["gap"], digits(row)),
+                          verdict])
     return table(["network", "row", "paper", "ours by its rule", "gap", ""], lines)
 
 

@@ -2,7 +2,7 @@
 
 Each benchmark yields rows with a ratio, ours over the peer's or over the limit's, and the bar it is held to. Times are
 medians of rounds in which ours and the peer take turns, so that whatever else the machine does falls on both. What each
-measures, and why its bar is where it is: docs/benchmarks.md.
+measures, and why its bar is where it is: docs/benchmarks.md, docs/kernels.md.
 """
 
 from collections.abc import Callable, Iterator
