@@ -4,7 +4,7 @@
  * it g and x are packed, the tokens of a group of a row or column side by side. Sums may wrap round on the way; in the end
  * they are right.
  *
- *     x86   AMX    64 tokens of 16 columns by those of 16 rows
+ *     x86   AMX    64 tokens of 16 columns by those of 16 rows, two such tiles by two
  *           VNNI   4 tokens of a column by those of a row. It takes x without a sign, so x + OFFSET stands for x and a
  *                  row's sums start at -OFFSET times the sum of its g.
  *     ARM   SDOT   4 tokens of four columns by those of a row
@@ -12,7 +12,7 @@
  */
 #if defined(__AMX_INT8__)
 #define VOTES_OF_BYTES
-enum { VECTOR = 16, TILE_VECTORS = 3, TILE_ROWS = 16, GROUP = 4, GROUPS_A_STEP = 16, OFFSET = 0 };
+enum { VECTOR = 16, TILE_VECTORS = 2, TILE_ROWS = 32, GROUP = 4, GROUPS_A_STEP = 16, OFFSET = 0 };
 #elif defined(__AVX512VNNI__)
 #define VOTES_OF_BYTES
 #define DOT(sums, x, grad) (Sums) _mm512_dpbusd_epi32((__m512i)(sums), (__m512i)(x), (__m512i)(grad))
@@ -109,28 +109,35 @@ static inline void end_tiles(void) { _tile_release(); }
 /* One tile of votes, `stride` int32 from row to row; `add`: to what is there. */
 static void tile_of_votes(int32_t *votes, int64_t stride, const int8_t *grad, const uint8_t *x, int groups,
                           const int32_t *start, int add) {
-    enum { X_STRIDE = TILE_COLUMNS * GROUP };
+    enum { X_STRIDE = TILE_COLUMNS * GROUP, HALF = TILE_ROWS / 2 }; /* two of AMX's tiles by two */
+    int32_t *below = votes + HALF * stride;
+    const int8_t *grad_below = grad + (int64_t)HALF * groups * GROUP;
     (void)start; /* 0 */
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
     if (add) {
         _tile_loadd(0, votes, stride * 4);
         _tile_loadd(1, votes + VECTOR, stride * 4);
-        _tile_loadd(2, votes + 2 * VECTOR, stride * 4);
+        _tile_loadd(2, below, stride * 4);
+        _tile_loadd(3, below + VECTOR, stride * 4);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
     }
-    for (int g = 0; g < groups; g += GROUPS_A_STEP, grad += GROUPS_A_STEP * GROUP, x += GROUPS_A_STEP * X_STRIDE) {
-        _tile_loadd(3, grad, groups * GROUP);
-        _tile_loadd(4, x, X_STRIDE);
-        _tile_dpbssd(0, 3, 4);
-        _tile_loadd(5, x + VECTOR * GROUP, X_STRIDE);
-        _tile_dpbssd(1, 3, 5);
-        _tile_loadd(6, x + 2 * VECTOR * GROUP, X_STRIDE);
-        _tile_dpbssd(2, 3, 6);
+    for (int g = 0; g < groups; g += GROUPS_A_STEP) {
+        _tile_loadd(4, grad + g * GROUP, groups * GROUP);
+        _tile_loadd(6, x + g * X_STRIDE, X_STRIDE);
+        _tile_dpbssd(0, 4, 6);
+        _tile_loadd(7, x + g * X_STRIDE + VECTOR * GROUP, X_STRIDE);
+        _tile_dpbssd(1, 4, 7);
+        _tile_loadd(5, grad_below + g * GROUP, groups * GROUP);
+        _tile_dpbssd(2, 5, 6);
+        _tile_dpbssd(3, 5, 7);
     }
     _tile_stored(0, votes, stride * 4);
     _tile_stored(1, votes + VECTOR, stride * 4);
-    _tile_stored(2, votes + 2 * VECTOR, stride * 4);
+    _tile_stored(2, below, stride * 4);
+    _tile_stored(3, below + VECTOR, stride * 4);
 }
 #else
 static inline void start_tiles(void) {}
