@@ -1,6 +1,6 @@
 """In which numbers a layer multiplies: `layer.compute`.
 
-    None    x's float type, or autocast's
+    None    x's float type, or autocast's; float32 on a CPU with AMX in fixed point as fine (ops.prefers_fixed)
     "bf16"  bfloat16, whatever x is
     "int8"  x and grad_output rounded to int8, token by token (ops/lowprecision.py); levels are integers anyway
     "fp8"   likewise to float8_e4m3, which holds levels of up to 5 bits exactly

@@ -278,15 +278,14 @@ def multiply_tokens(tokens: Tokens, levels: Tensor, dtype: torch.dtype, by_outpu
     packed_tokens = _scratch.borrow((tiles, digits, groups, tile, group), torch.int8)
     starts = torch.empty(tiles, digits, tile, dtype=torch.int32)
     y = _scratch.borrow((count, outputs))
-    turned = levels.t()
-    if turned.is_contiguous() and not levels.is_contiguous():
-        pack, job = functions.gft_pack_x, VotesJob(0, turned.data_ptr(), packed_levels.data_ptr(), 0, features, 0, outputs)
-        _side_by_side(pack, job, panels, levels.numel())
-    else:
-        levels = levels.contiguous()
+    turned = levels.t().is_contiguous() and not levels.is_contiguous()
+    levels = levels if turned else levels.contiguous()
     job = ProductJob(q.data_ptr(), levels.data_ptr(), scale.data_ptr(), _address(by_output), packed_levels.data_ptr(),
                      packed_tokens.data_ptr(), starts.data_ptr(), y.data_ptr(), count, features, outputs, q.dtype is INT8)
-    if levels.is_contiguous():
+    if turned:  # as x lies for its votes
+        as_x = VotesJob(None, levels.data_ptr(), packed_levels.data_ptr(), None, features, 0, outputs)
+        _side_by_side(functions.gft_pack_x, as_x, panels, levels.numel())
+    else:
         _side_by_side(functions.gft_pack_levels, job, panels, levels.numel())
     _side_by_side(functions.gft_pack_tokens, job, tiles, q.numel())
     _side_by_side(functions.gft_multiply_tokens, job, tiles, y.numel())
