@@ -53,16 +53,22 @@ def renew_mean(kept: KeptMean,
                bound: int,  # what none of the result will exceed
                key: NoiseKey) -> Tensor:  # (rows, columns) int32: B
     """Take votes into a mean, in place. Where ranks share out the rows of a weight, the key says which these are."""
+    scale, inverse, per_move = factors_of(amax, share, bound)
     share, rest = shares_of(share)
     newest = votes.float() * rest
     mean = kept.floats() * share + newest
-    scale = amax[:-2] * PER_LARGEST
-    inverse = torch.where(scale > LEAST, 65536.0 / scale, 0.0)  # quantize counts in 1/65536
     kept.stored.copy_(_quantized(mean, inverse, key))
     kept.scale.copy_(scale)
-    most = amax[-2] * share + amax[-1] * rest  # no |B| is more
-    per_move = torch.where(most > LEAST, bound / most, 0.0)
     return mean.mul_(share).add_(newest).mul_(per_move).round_().to(torch.int32)
+
+
+def factors_of(amax: Tensor, share: float, bound: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The mean's new scales, 65536 over each of them, in which `quantize` counts, and what makes moves of B."""
+    share, rest = shares_of(share)
+    scale = amax[:-2] * PER_LARGEST
+    inverse = torch.where(scale > LEAST, 65536.0 / scale, 0.0)
+    most = amax[-2] * share + amax[-1] * rest  # no |B| is more
+    return scale, inverse, torch.where(most > LEAST, bound / most, 0.0)
 
 
 def _quantized(mean: Tensor, inverse: Tensor, key: NoiseKey) -> Tensor:  # (rows, columns) int8

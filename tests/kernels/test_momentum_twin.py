@@ -1,4 +1,4 @@
-"""A running mean of votes, renewed by Triton: the definition's bits, on odd shapes and after several steps."""
+"""A running mean of votes, renewed by Triton and by C: the definition's bits, on odd shapes and after several steps."""
 
 from dataclasses import replace
 
@@ -18,19 +18,19 @@ def mean_of_nothing(rows: int, columns: int, device: torch.device) -> KeptMean:
 
 @pytest.mark.parametrize(("shape", "dtype"), [((33, 72), torch.int32), ((130, 65), torch.int32), ((1, 7), torch.int64),
                                               ((19, 1), torch.int32), ((6, 128), torch.int64)], ids=str)
-def test_means_and_moves_are_those_of_the_definition(triton_twins, shape, dtype):
+def test_means_and_moves_are_those_of_the_definition(backend, shape, dtype):
     rows, columns = shape
-    here, there = (mean_of_nothing(rows, columns, device) for device in (torch.device("cpu"), triton_twins.device))
+    here, there = (mean_of_nothing(rows, columns, device) for device in (torch.device("cpu"), backend.device))
     for step in range(4):
         votes = (torch.randn(shape) * 10 ** torch.randn(columns) * 1000).to(dtype)
         votes[:, 0] = 0 if step % 2 else 3
         amax = ops.mean_amax.definition(here, votes, 0.95)
         wanted = ops.renew_mean.definition(here, votes, amax, 0.95, BOUND, KEY)
-        lie = votes.to(triton_twins.device)
+        lie = votes.to(backend.device)
         lie = lie.t().contiguous().t() if step == 2 else lie
-        found = triton_twins.mean_amax(there, lie, 0.95)
+        found = backend.mean_amax(there, lie, 0.95)
         assert torch.equal(found.cpu(), amax)
-        got = triton_twins.renew_mean(there, lie, found, 0.95, BOUND, KEY)
+        got = backend.renew_mean(there, lie, found, 0.95, BOUND, KEY)
         assert torch.equal(got.cpu(), wanted)
         assert torch.equal(there.stored.cpu(), here.stored)
         assert torch.equal(there.scale.cpu(), here.scale)
@@ -38,14 +38,14 @@ def test_means_and_moves_are_those_of_the_definition(triton_twins, shape, dtype)
 
 
 @pytest.mark.parametrize("columns", [72, 7])
-def test_some_rows_are_renewed_as_among_all_of_them(triton_twins, columns):
+def test_some_rows_are_renewed_as_among_all_of_them(backend, columns):
     votes = torch.randint(-999, 1000, (21, columns), dtype=torch.int32)
-    whole, device = mean_of_nothing(21, columns, torch.device("cpu")), triton_twins.device
+    whole, device = mean_of_nothing(21, columns, torch.device("cpu")), backend.device
     amax = ops.mean_amax.definition(whole, votes, 0.9)
     wanted = ops.renew_mean.definition(whole, votes, amax, 0.9, BOUND, KEY)
     for first, last in ((0, 5), (5, 12), (12, 21)):
         key = replace(KEY, first=first * columns)
-        for where, operations in ((torch.device("cpu"), ops), (device, triton_twins)):
+        for where, operations in ((torch.device("cpu"), ops), (device, backend)):
             rows = mean_of_nothing(last - first, columns, where)
             got = operations.renew_mean(rows, votes[first:last].to(where), amax.to(where), 0.9, BOUND, key)
             assert torch.equal(got.cpu(), wanted[first:last])
@@ -53,24 +53,24 @@ def test_some_rows_are_renewed_as_among_all_of_them(triton_twins, columns):
             assert torch.equal(rows.scale.cpu(), whole.scale)
 
 
-def test_no_votes_are_no_moves(triton_twins):
-    kept = mean_of_nothing(5, 9, triton_twins.device)
-    none = torch.zeros(5, 9, dtype=torch.int32, device=triton_twins.device)
-    amax = triton_twins.mean_amax(kept, none, 0.5)
+def test_no_votes_are_no_moves(backend):
+    kept = mean_of_nothing(5, 9, backend.device)
+    none = torch.zeros(5, 9, dtype=torch.int32, device=backend.device)
+    amax = backend.mean_amax(kept, none, 0.5)
     assert not amax.any()
-    assert not triton_twins.renew_mean(kept, none, amax, 0.5, BOUND, KEY).any()
+    assert not backend.renew_mean(kept, none, amax, 0.5, BOUND, KEY).any()
     assert not kept.stored.any()
-    empty = mean_of_nothing(0, 9, triton_twins.device)
-    assert triton_twins.mean_amax(empty, none[:0], 0.5) is NotImplemented
+    empty = mean_of_nothing(0, 9, backend.device)
+    assert backend.mean_amax(empty, none[:0], 0.5) is NotImplemented
     assert torch.equal(ops.mean_amax.definition(empty, none[:0], 0.5), amax)
 
 
-def test_what_does_not_fit_together_is_refused_before_a_kernel_reads_it(triton_twins, refuses):
-    votes = torch.zeros(5, 9, dtype=torch.int32, device=triton_twins.device)
-    kept, amax = mean_of_nothing(5, 8, triton_twins.device), torch.zeros(11, device=triton_twins.device)
+def test_what_does_not_fit_together_is_refused_before_a_kernel_reads_it(backend, refuses):
+    votes = torch.zeros(5, 9, dtype=torch.int32, device=backend.device)
+    kept, amax = mean_of_nothing(5, 8, backend.device), torch.zeros(11, device=backend.device)
     with refuses(UsageError, "the mean of votes must be 5 × 9 of int8"):
-        triton_twins.mean_amax(kept, votes, 0.5)
+        backend.mean_amax(kept, votes, 0.5)
     with refuses(UsageError, "the scales of the mean of votes must be 9 of float32"):
-        triton_twins.renew_mean(KeptMean(votes.to(torch.int8), kept.scale), votes, amax, 0.5, BOUND, KEY)
+        backend.renew_mean(KeptMean(votes.to(torch.int8), kept.scale), votes, amax, 0.5, BOUND, KEY)
     with refuses(UsageError, "the largest entries of the mean of votes must be 11 of float32"):
-        triton_twins.renew_mean(kept, votes, amax[1:], 0.5, BOUND, KEY)
+        backend.renew_mean(kept, votes, amax[1:], 0.5, BOUND, KEY)

@@ -24,12 +24,14 @@ from gft.ops import checks
 from gft.ops.activations import LARGEST_SQUARED, MeanSquare, Quantized, take_mean
 from gft.ops.levels import PLAIN, Scaling
 from gft.ops.lowprecision import FIXED, INT8, LARGEST, MOST_FEATURES, SMALLEST, Tokens
+from gft.ops.momentum import KeptMean, factors_of, shares_of
 from gft.ops.native.build import library
 from gft.ops.native.interface import (
     CMoments,
     CRoundingPlan,
     CTopKPlan,
     LevelsJob,
+    MeanJob,
     MoveJob,
     Parts,
     ProductJob,
@@ -62,8 +64,8 @@ def twins() -> dict[str, Callable[..., Any]]:
     """The operations that C does, by name; none where it cannot be built."""
     if library() is None:
         return {}
-    offered = (quantize, float_levels, votes_product, round_tokens, multiply_tokens, sums_of_squares, rounding_plan,
-               round_weights, topk_weights)
+    offered = (quantize, float_levels, votes_product, round_tokens, multiply_tokens, mean_amax, renew_mean,
+               sums_of_squares, rounding_plan, round_weights, topk_weights)
     return {function.__name__: function for function in offered}
 
 
@@ -294,6 +296,48 @@ def multiply_tokens(tokens: Tokens, levels: Tensor, dtype: torch.dtype, by_outpu
 
 def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+# ---------------------------------------------------------------------------------------------------- running means
+
+
+def mean_amax(kept: KeptMean, votes: Tensor, share: float) -> Tensor:
+    """Largest entries of a mean and of votes (momentum.mean_amax)."""
+    checks.check_kept(kept, votes)
+    if not _can_renew(kept, votes):
+        return NotImplemented
+    votes, (rows, columns) = votes.contiguous(), votes.shape
+    pieces = -(-rows // ROWS_OF_SQUARES)
+    amax, largest = torch.zeros(pieces, columns), torch.zeros(pieces, dtype=torch.int64)
+    share, rest = shares_of(share)
+    job = MeanJob(kept.stored.data_ptr(), votes.data_ptr(), kept.scale.data_ptr(), None, amax.data_ptr(), largest.data_ptr(),
+                  None, columns, ROWS_OF_SQUARES, 0, votes.dtype is torch.int64, share, rest, 0.0)
+    _side_by_side(_functions().gft_mean_amax, job, rows, votes.numel(), ROWS_OF_SQUARES)
+    by_column = amax.amax(0)
+    return torch.cat([by_column, by_column.amax().view(1), largest.amax().float().view(1)])
+
+
+def renew_mean(kept: KeptMean, votes: Tensor, amax: Tensor, share: float, bound: int, key: NoiseKey) -> Tensor:
+    """Take votes into a mean, in place (momentum.renew_mean)."""
+    checks.check_tensor("the largest entries of the mean of votes", amax, (votes.shape[1] + 2,), torch.float32, votes.device)
+    checks.check_kept(kept, votes)
+    if not _can_renew(kept, votes) or key.first % votes.shape[1]:
+        return NotImplemented
+    votes, (rows, columns) = votes.contiguous(), votes.shape
+    scale, inverse, per_move = factors_of(amax, share, bound)
+    share, rest = shares_of(share)
+    moves = _scratch.borrow((rows, columns), torch.int32)
+    job = MeanJob(kept.stored.data_ptr(), votes.data_ptr(), kept.scale.data_ptr(), inverse.data_ptr(), None, None,
+                  moves.data_ptr(), columns, ROWS_OF_SQUARES, key.first // columns, votes.dtype is torch.int64, share, rest,
+                  float(per_move), c_key(replace(key, first=0)))
+    _side_by_side(_functions().gft_renew_mean, job, rows, votes.numel())
+    torch.autograd.graph.increment_version(kept.stored)  # autograd does not see what C writes
+    kept.scale.copy_(scale)
+    return moves
+
+
+def _can_renew(kept: KeptMean, votes: Tensor) -> bool:
+    return checks.are_votes(votes) and kept.stored.is_contiguous() and kept.scale.is_contiguous()
 
 
 # ---------------------------------------------------------------------------------------------------- moving weights

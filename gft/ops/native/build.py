@@ -26,7 +26,7 @@ from pathlib import Path
 from gft.ops.native.interface import SIGNATURES
 
 SOURCE = Path(__file__).with_name("native.c")
-PARTS = ("noise.h", "stored.h", "votes.h", "tokens.h", "moves.h")  # that it includes
+PARTS = ("noise.h", "stored.h", "votes.h", "tokens.h", "mean.h", "moves.h")  # that it includes
 FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
 TUNINGS = (("-march=native", "-mprefer-vector-width=512"), ("-march=native",), ())  # the first that the compiler takes
 WITHOUT_TILES = ("-mno-amx-int8",)

@@ -88,6 +88,8 @@ TokensJob = job("TokensJob", *_each(POINTER, "values by_feature q scale"), ("fea
                 *_each(FLOAT, "largest smallest factor"), ("bytes", INT))
 ProductJob = job("ProductJob", *_each(POINTER, "q levels scale by_output packed_levels packed_tokens starts out"),
                  *_each(LONG, "tokens features outputs"), ("bytes", INT))
+MeanJob = job("MeanJob", *_each(POINTER, "stored votes scale inverse amax largest_vote moves"),
+              *_each(LONG, "columns piece first_row"), ("wide", INT), *_each(FLOAT, "share rest per_move"), ("key", CKey))
 SquaresJob = job("SquaresJob", *_each(POINTER, "votes by_row by_column"), *_each(LONG, "columns piece"),
                  *_each(INT, "wide shift"))
 MoveJob = job("MoveJob", *_each(POINTER, "stored votes"), ("columns", LONG), ("wide", INT), ("storage", CStorage),
@@ -96,7 +98,7 @@ Parts = job("Parts", *_each(POINTER, "work job"), *_each(LONG, "rows step next t
 
 # Done on ranges of rows, by a job.
 WORKS = ("gft_quantize", "gft_levels", "gft_to_int", "gft_pack_x", "gft_votes", "gft_round_tokens", "gft_pack_levels",
-         "gft_pack_tokens", "gft_multiply_tokens", "gft_squares", "gft_round", "gft_topk")
+         "gft_pack_tokens", "gft_multiply_tokens", "gft_mean_amax", "gft_renew_mean", "gft_squares", "gft_round", "gft_topk")
 # name: (result, arguments)
 SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     **{name: (LONG, [POINTER, LONG, LONG]) for name in WORKS},

@@ -4,6 +4,7 @@
  *     stored.h   weights as bytes, as values, as floats
  *     votes.h    grad_output^T · x of bytes
  *     tokens.h   x or grad_output, in whole numbers, times levels
+ *     mean.h     votes -> a running mean of them
  *     moves.h    votes -> factors -> moved weights
  *
  * Every operation is a function of a job and of a range of rows, so that threads can share it (gft_take_parts). They equal
@@ -110,6 +111,19 @@ typedef struct {
 } ProductJob;
 
 typedef struct {
+    int8_t *stored; /* (rows, columns) */
+    const void *votes; /* int32, or int64 if wide */
+    const float *scale, *inverse; /* (columns,): of the mean as it lies, and 65536 over that of the mean to come */
+    float *amax; /* (pieces, columns): over pieces of `piece` rows */
+    int64_t *largest_vote; /* (pieces,) */
+    int32_t *moves; /* (rows, columns) */
+    int64_t columns, piece, first_row; /* of these in the whole matrix */
+    int32_t wide;
+    float share, rest, per_move;
+    NoiseKey key; /* of the whole matrix */
+} MeanJob;
+
+typedef struct {
     const void *votes; /* int32, or int64 if wide */
     int64_t *by_row, *by_column; /* (rows,), and (pieces, columns): over pieces of `piece` rows */
     int64_t columns, piece;
@@ -142,6 +156,7 @@ static inline float within(float a, float most) {
 #include "stored.h"
 #include "votes.h"
 #include "tokens.h"
+#include "mean.h"
 #include "moves.h"
 
 /* ------------------------------------------------------------------------------------------------ threads */
