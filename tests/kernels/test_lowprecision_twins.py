@@ -8,7 +8,7 @@ from kernel_cases import KEY, random_stored
 
 from gft import ops
 from gft.errors import UsageError
-from gft.ops import Scaling, native
+from gft.ops import Scaling
 from gft.storage import Storage
 
 eight_bits = pytest.mark.parametrize("dtype", [ops.INT8, ops.FP8], ids=["int8", "fp8"])
@@ -106,7 +106,7 @@ in_c = pytest.mark.parametrize("dtype", [ops.INT8, ops.FIXED], ids=["int8", "fix
 
 @pytest.fixture(params=[1, 3], ids=["one thread", "three threads"])
 def threads(request, monkeypatch):
-    monkeypatch.setattr(native, "LEAST_A_THREAD", 1)
+    monkeypatch.setattr("gft.ops.native.threads.LEAST_A_THREAD", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: request.param)
 
 

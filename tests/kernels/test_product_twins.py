@@ -8,7 +8,9 @@ from kernel_cases import random_stored
 
 from gft import ops
 from gft.errors import UsageError
-from gft.ops import Scaling, native
+from gft.ops import Scaling
+from gft.ops.native import memory
+from gft.ops.native.threads import functions
 from gft.storage import Storage, field_bits, largest_level
 
 
@@ -35,12 +37,12 @@ def test_votes_of_no_tokens_are_zero(backend):
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_c_votes_are_the_same_without_a_product_of_bytes(c_twins, threads, monkeypatch):
-    monkeypatch.setattr("gft.ops.native.LEAST_A_THREAD", 100)
+    monkeypatch.setattr("gft.ops.native.threads.LEAST_A_THREAD", 100)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     grad_output, x = random_int8(1100, 70, 97)
     expected = grad_output.int().T @ x.int()
     assert torch.equal(c_twins.votes_product(grad_output, x), expected)
-    monkeypatch.setattr(native.library(), "gft_panel_columns", lambda: 0)
+    monkeypatch.setattr(functions(), "gft_panel_columns", lambda: 0)
     assert torch.equal(c_twins.votes_product(grad_output, x), expected)
 
 
@@ -86,7 +88,7 @@ def test_float_levels_equal_the_definition(triton_twins, storage):
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("storage", STORAGES, ids=str)
 def test_c_float_levels_equal_the_definition(c_twins, storage, threads, monkeypatch):
-    monkeypatch.setattr("gft.ops.native.LEAST_A_THREAD", 100)
+    monkeypatch.setattr("gft.ops.native.threads.LEAST_A_THREAD", 100)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     for shape in ((63, 65), (1, 1), (2, 4099)):
         stored = random_stored(storage, shape)
@@ -95,8 +97,8 @@ def test_c_float_levels_equal_the_definition(c_twins, storage, threads, monkeypa
 
 
 def test_c_float_levels_lie_in_kept_memory_only_once(c_twins, monkeypatch):
-    monkeypatch.setattr(native, "NOT_REUSED", 1)
-    monkeypatch.setattr(native, "_scratch", native._Scratch())
+    monkeypatch.setattr(memory, "NOT_REUSED", 1)
+    monkeypatch.setattr("gft.ops.native.scratch", memory.Scratch())
     storage = Storage(6)
     ones, twos = torch.full((63, 65), 4, dtype=torch.int8), torch.full((63, 65), 8, dtype=torch.int8)
 
@@ -116,9 +118,9 @@ def test_c_float_levels_lie_in_kept_memory_only_once(c_twins, monkeypatch):
 
 
 def test_no_more_is_kept_of_memory_that_was_lent_than_a_bound(monkeypatch):
-    monkeypatch.setattr(native, "NOT_REUSED", 1)
-    monkeypatch.setattr(native, "MOST_KEPT", 4000)
-    scratch = native._Scratch()
+    monkeypatch.setattr(memory, "NOT_REUSED", 1)
+    monkeypatch.setattr(memory, "MOST_KEPT", 4000)
+    scratch = memory.Scratch()
 
     def kept():
         return [block.memory.nbytes for block in scratch.blocks]

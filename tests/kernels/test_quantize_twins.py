@@ -62,7 +62,7 @@ def test_a_step_on_the_device_gives_the_same_numbers(backend):
 def test_c_gives_the_same_whatever_the_threads(c_twins, threads, monkeypatch):
     values, factors = random_values((300, 77), torch.float32), torch.full((77,), 1e6)
     one = c_twins.quantize(values, factors, 127, KEY)
-    monkeypatch.setattr("gft.ops.native.LEAST_A_THREAD", 100)
+    monkeypatch.setattr("gft.ops.native.threads.LEAST_A_THREAD", 100)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     other = c_twins.quantize(values, factors, 127, KEY)
     assert torch.equal(one.q, other.q)

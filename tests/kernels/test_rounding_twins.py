@@ -216,7 +216,7 @@ def test_plans_of_large_votes_equal_the_definition(backend, size):
 
 @pytest.mark.parametrize("threads", [2, 3])
 def test_c_gives_the_same_whatever_the_threads(c_twins, threads, monkeypatch):
-    monkeypatch.setattr("gft.ops.native.LEAST_A_THREAD", 100)
+    monkeypatch.setattr("gft.ops.native.threads.LEAST_A_THREAD", 100)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     job = random_job(Storage(2, False), (131, 77), threshold=0.57)
     expected, moments, flips = rounded_by_definition(job, 0.5)

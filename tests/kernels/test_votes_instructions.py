@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from gft import ops
-from gft.ops import native
-from gft.ops.native import build
+from gft.ops.native import build, threads
 
 ARM = platform.machine() in ("aarch64", "arm64")
 # How many tokens an instruction sums, how many columns its tiles have, and what makes the compiler believe it is there.
@@ -59,7 +58,7 @@ def twins(request, built, c_twins, monkeypatch):
         library = built(request.param)
         if request.param in EMULATED:
             assert (library.gft_group_tokens(), library.gft_panel_columns()) == EMULATED[request.param][:2]
-        monkeypatch.setattr(native, "library", lambda: library)
+        monkeypatch.setattr(threads, "library", lambda: library)
     return c_twins
 
 
@@ -76,7 +75,7 @@ def random_bytes(tokens, *features):
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_votes_are_exact_in_odd_shapes(instruction, threads, monkeypatch):
-    monkeypatch.setattr(native, "LEAST_A_THREAD", 1)
+    monkeypatch.setattr("gft.ops.native.threads.LEAST_A_THREAD", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     for tokens, rows, columns in SHAPES:
         grad_output, x = random_bytes(tokens, rows, columns)
@@ -107,7 +106,7 @@ def test_a_processor_with_dot_products_uses_them(c_twins):
     expected = 8 if "i8mm" in features else 4 if "asimddp" in features else 0
     if "asimddp" not in features:
         pytest.skip("this processor is not asked by /proc/cpuinfo, or has none")
-    assert native.library().gft_group_tokens() == expected
+    assert threads.functions().gft_group_tokens() == expected
 
 
 @pytest.mark.parametrize("dtype", [ops.INT8, ops.FIXED], ids=["int8", "fixed"])
