@@ -90,8 +90,7 @@ class QuantLinear(QuantLayer):
         if self.eight_bits is not None:
             return self.eight_bits
         one_scale = self.scale.dim() == 0 or self.scale.shape[1] == 1  # a row, which can be taken out of the sum
-        large = self.rows * self.columns >= ops.REPAYS_FIXED
-        return ops.FIXED if large and one_scale and ops.prefers_fixed(like) else None
+        return ops.FIXED if one_scale and ops.prefers_fixed(like, self.rows * self.columns) else None
 
     def multiplied(self, x: Tensor, weight: Tensor, log_gain: Tensor | None) -> Tensor:
         whole = self.rounded_to(x)

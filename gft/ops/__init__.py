@@ -23,7 +23,6 @@ from gft.ops.lowprecision import (
     FIXED,
     FP8,
     INT8,
-    REPAYS_FIXED,
     Tokens,
     multiply_tokens,
     prefers_fixed,
@@ -56,7 +55,7 @@ from gft.ops.rounding import (
 from gft.ops.topk import TopKPlan, kth_largest, topk_plan, topk_plan_of_rows, topk_weights
 from gft.ops.windows import RowPatches, Unfolded, Window, depthwise_votes, patches, row_votes
 
-__all__ = ["FEW_ROWS", "FIXED", "FP8", "INT8", "PLAIN", "REPAYS_FIXED", "KeptMean", "MeanSquare", "Operation", "Preparer",
+__all__ = ["FEW_ROWS", "FIXED", "FP8", "INT8", "PLAIN", "KeptMean", "MeanSquare", "Operation", "Preparer",
            "Quantized", "Rounded", "RoundingJob", "RoundingPlan", "RowPatches", "Scaling", "StoredWeight", "Tokens",
            "TopKPlan", "Unfolded", "Window", "along_levels", "depthwise_votes", "draw_noise", "float_levels",
            "grouped_votes_product", "kth_largest", "linear", "mean_amax", "mean_square", "multiply", "multiply_tokens",

@@ -21,7 +21,7 @@ from gft.ops.operation import operation
 
 INT8, FP8, FIXED = torch.int8, torch.float8_e4m3fn, torch.int32
 LARGEST = {INT8: 127.0, FP8: 448.0, FIXED: 127.0 * 65536}  # the largest number of a type that is used
-REPAYS_FIXED = 1 << 16  # weights of a layer, from which on it is worth packing them for it
+REPAYS_FIXED = 1 << 16  # weights of a layer, from which on it is worth packing them for FIXED
 MOST_FEATURES = 1 << 17  # whose digits times levels of 8 bits int32 is sure to hold
 SMALLEST = 1e-30  # a token whose largest value is less counts as one with this: 448 over it is still a number
 
@@ -33,11 +33,11 @@ class Tokens(NamedTuple):
     scale: Tensor  # (n,) float32: what 1 of a token's q stands for; NaN of one that had a NaN or an infinity, whose q is 0
 
 
-def prefers_fixed(like: Tensor) -> bool:
-    """Are floats like these multiplied with levels in fixed point by default? In float32 on a CPU with AMX: its products of
-    bytes take a third of the time (docs/benchmarks.md). The processor decides, not the kernels, so that a training ends in
-    the same bits with C and without."""
-    return like.dtype is torch.float32 and like.device.type == "cpu" and _has_tiles()
+def prefers_fixed(like: Tensor, weights: int) -> bool:
+    """Are floats like these multiplied with so many levels in fixed point by default? In float32 on a CPU with AMX: its
+    products of bytes take a third of the time (docs/benchmarks.md). The processor decides, not the kernels, so that a
+    training ends in the same bits with C and without."""
+    return weights >= REPAYS_FIXED and like.dtype is torch.float32 and like.device.type == "cpu" and _has_tiles()
 
 
 @cache

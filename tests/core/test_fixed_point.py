@@ -18,7 +18,7 @@ INPUTS, OUTPUTS, TOKENS = 130, 70, 33
 def fixed(monkeypatch):
     """A processor that prefers fixed point, in layers of any size."""
     monkeypatch.setattr(lowprecision, "_has_tiles", lambda: True)
-    monkeypatch.setattr(ops, "REPAYS_FIXED", 1)
+    monkeypatch.setattr(lowprecision, "REPAYS_FIXED", 1)
 
 
 @pytest.fixture(params=["kernels", "definition"])
@@ -71,7 +71,7 @@ def test_votes_are_those_of_float_products(monkeypatch, scales, gain):
     layer, x, grad = a_layer(2, scales, gain), values(TOKENS, INPUTS), values(TOKENS, OUTPUTS)
     *wanted, slope = trained(layer, x, grad)
     monkeypatch.setattr(lowprecision, "_has_tiles", lambda: True)
-    monkeypatch.setattr(ops, "REPAYS_FIXED", 1)
+    monkeypatch.setattr(lowprecision, "REPAYS_FIXED", 1)
     *got, its_slope = trained(layer, x, grad)
     assert not torch.equal(got[0], wanted[0])  # it was another product
     torch.testing.assert_close(got[:2], wanted[:2], rtol=1e-4, atol=1e-4)
@@ -124,19 +124,16 @@ def test_a_network_learns(fixed):
 
 
 def test_what_fixed_point_would_not_serve_stays_float(fixed, monkeypatch):
-    def whole(layer, like):
-        return layer.rounded_to(like)
-
-    x = torch.randn(TOKENS, INPUTS)
+    x, whole = torch.randn(TOKENS, INPUTS), gft.QuantLinear.rounded_to
     assert whole(a_layer(), x) is ops.FIXED
     assert whole(a_layer(scales="row"), x) is ops.FIXED
     assert whole(a_layer(), x.double()) is whole(a_layer(), x.bfloat16()) is None
     assert whole(gft.QuantLinear(128, OUTPUTS, scales=64), torch.randn(TOKENS, 128)) is None
-    monkeypatch.setattr(ops, "REPAYS_FIXED", INPUTS * OUTPUTS + 1)
+    monkeypatch.setattr(lowprecision, "REPAYS_FIXED", INPUTS * OUTPUTS + 1)
     assert whole(a_layer(), x) is None
     layer = a_layer()
     layer.compute = "int8"
     assert whole(layer, x) is ops.INT8
     monkeypatch.setattr(lowprecision, "_has_tiles", lambda: False)
-    monkeypatch.setattr(ops, "REPAYS_FIXED", 1)
+    monkeypatch.setattr(lowprecision, "REPAYS_FIXED", 1)
     assert whole(a_layer(), x) is None

@@ -12,7 +12,8 @@ static inline float vote_at(const MeanJob *job, int64_t at) {
 }
 
 /* The mean with this step's votes in it, and their own part of it; `count` of a row from element `at` and column `column` on. */
-static inline void means(float *restrict mean, float *restrict newest, const MeanJob *job, int64_t at, int64_t column, int count) {
+static inline void means(float *restrict mean, float *restrict newest, const MeanJob *job, int64_t at, int64_t column,
+                         int count) {
     const int8_t *restrict stored = job->stored + at;
     const float *restrict scale = job->scale + column;
     const int32_t *restrict narrow = (const int32_t *)job->votes + at;

@@ -14,7 +14,7 @@ from gft.ops.native.memory import empty, scratch
 from gft.ops.native.threads import functions, side_by_side
 from gft.ops.products import EXACT_IN_FLOAT32
 
-DIGITS = 3  # of 8 bits in a number of fixed point
+DIGITS = 3  # of 8 bits in a number of fixed point, as tokens.h has it
 ROWS_OF_VOTES = 64  # as many as votes.h packs at once
 
 

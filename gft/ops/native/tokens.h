@@ -4,8 +4,9 @@
  *     y[t, o] = scale[t] · sum_i q[t, i] · level[o, i]
  *
  * A number of 24 bits is three digits of 8, q = 65536·d2 + 256·d1 + d0, and each digit takes part in a product of bytes of
- * its own (votes.h). Those sums are exact, and so is their sum in a double: y is rounded once, to float32, whatever the
- * threads, the processor or the other tokens of the batch.
+ * its own, by votes.h's tiles: tokens stand where the rows of votes do, outputs where their columns do. Those sums are exact,
+ * and so is their sum in a double: y is rounded once, to float32, whatever the threads, the processor or the other tokens of
+ * the batch.
  */
 enum { DIGITS = 3 };
 
@@ -32,10 +33,10 @@ static void to_bytes(int8_t *restrict q, const float *restrict values, int64_t c
     for (int64_t i = 0; i < count; i++) q[i] = (int8_t)(((int32_t)within(values[i] * by, top) + 32768) >> 16);
 }
 
-/* Tokens `from` to `to`. Returns how many have a value that is not finite, whose q is 0 and whose scale NaN. */
+/* Tokens `from` to `to`. One with a value that is not finite has q = 0, and NaN for its scale. */
 int64_t gft_round_tokens(const TokensJob *job, int64_t from, int64_t to) {
     float at[BLOCK];
-    int64_t features = job->features, not_finite = 0;
+    int64_t features = job->features;
     for (int64_t t = from; t < to; t++) {
         const float *values = job->values + t * features;
         uint32_t bits = 0;
@@ -45,7 +46,6 @@ int64_t gft_round_tokens(const TokensJob *job, int64_t from, int64_t to) {
             bits = some > bits ? some : bits;
         }
         int finite = bits < 0x7F800000u;
-        not_finite += !finite;
         float most = job->smallest;
         if (finite) {
             float found;
@@ -70,7 +70,7 @@ int64_t gft_round_tokens(const TokensJob *job, int64_t from, int64_t to) {
                 to_fixed((int32_t *)job->q + t * features + i, source, count, by, job->largest);
         }
     }
-    return not_finite;
+    return 0;
 }
 
 /* ------------------------------------------------------------------------------------------------ multiply_tokens */

@@ -16,7 +16,8 @@ enum { VECTOR = 16, TILE_VECTORS = 2, TILE_ROWS = 32, GROUP = 4, GROUPS_A_STEP =
 #elif defined(__AVX512VNNI__)
 #define VOTES_OF_BYTES
 #define DOT(sums, x, grad) (Sums) _mm512_dpbusd_epi32((__m512i)(sums), (__m512i)(x), (__m512i)(grad))
-enum { VECTOR = 16, TILE_VECTORS = 3, TILE_ROWS = 8, GROUP = 4, GROUPS_A_STEP = 1, OFFSET = 128 }; /* int32 sums in a vector; all sums of a tile fit registers */
+/* VECTOR: int32 sums in one; all sums of a tile fit registers. */
+enum { VECTOR = 16, TILE_VECTORS = 3, TILE_ROWS = 8, GROUP = 4, GROUPS_A_STEP = 1, OFFSET = 128 };
 #elif defined(__AVXVNNI__)
 #define VOTES_OF_BYTES
 #define DOT(sums, x, grad) (Sums) _mm256_dpbusd_avx_epi32((__m256i)(sums), (__m256i)(x), (__m256i)(grad))
