@@ -9,6 +9,7 @@ go on (its loss became NaN, say) does not keep the others from their results.
 import multiprocessing
 import multiprocessing.connection
 import os
+import re
 import signal
 import sys
 import threading
@@ -146,11 +147,17 @@ def _reproduce(wanted: Mapping[str, Sequence[Recipe]], folders: Mapping[str, Pat
 
 
 def _after_earlier(about: Path, command: str) -> str:
-    """What makes a table that keeps rows which this command does not name: those that made them, then this one."""
+    """What makes a table that keeps rows which this command does not name: those that made them, then this one. How many run
+    side by side makes no other command."""
     if not about.exists():
         return command
     earlier = read_object(about, {"command": "text"})["command"]
-    return earlier if command in earlier.split(" && ") else f"{earlier} && {command}"
+    is_there = _whatever_jobs(command) in map(_whatever_jobs, earlier.split(" && "))
+    return earlier if is_there else f"{earlier} && {command}"
+
+
+def _whatever_jobs(command: str) -> str:
+    return re.sub(r" --jobs \d+", "", command)
 
 
 def missing_of(recipes: Sequence[Recipe], folder: Path, lines: Mapping[tuple[str, int], Line],

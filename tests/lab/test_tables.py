@@ -129,8 +129,8 @@ def kill_worker(name: str) -> None:
 
 def test_a_table_made_in_parts_names_all_commands_that_made_it(tmp_path):
     names = []
-    for row in ("depth-2", "depth-3", "depth-2", "depth"):
-        tables.reproduce({"depth": tmp_path}, seeds=1, rows=[row], settings=[*SETTINGS, "steps=1"], device="cpu")
+    for row, jobs in (("depth-2", 1), ("depth-3", 1), ("depth-2", 2), ("depth", 1)):
+        tables.reproduce({"depth": tmp_path}, seeds=1, rows=[row], settings=[*SETTINGS, "steps=1"], device="cpu", jobs=jobs)
         names.append(json.loads((tmp_path / "about.json").read_text())["command"].split(" && "))
     two, three, again, all_of_it = names
     assert three == again == [*two, two[0].replace("depth-2", "depth-3")]
