@@ -37,7 +37,7 @@ from gft.layers import QuantLayer, layer_of
 from gft.philox import NoiseKey
 from gft.replay import StepGraph
 from gft.rules import Part, Rounding, Rule, TopK, WeightStep
-from gft.rules.matrices import BOUND
+from gft.rules.matrices import BOUND, alike
 from gft.rules.mean import NAMES, RunningMean, State
 from gft.saved import is_number, mapping, saved_groups, whole_number
 from gft.settings import check_choice
@@ -249,7 +249,7 @@ class GFT(Optimizer):
                 loss = closure()
         self.check()
         self._all_reduce_votes()
-        self._graph.take(self._take_step, list(self._accumulators.values()), self.param_groups)
+        self._graph.take(self._take_step, list(self._accumulators.values()), self.param_groups, self._means())
         self._report_not_finite()
         return loss
 
@@ -266,8 +266,16 @@ class GFT(Optimizer):
             self._advance(group)
 
     def _move(self, weights: Sequence[Tensor], group: Mapping[str, Any], call: int = 0, bound: int | None = None) -> None:
-        """Move some weights of a group by their votes, which are none where backward has done it, those on one device
-        together."""
+        """Move some weights of a group by their votes, which are none where backward has done it. A rule that looks at whole
+        matrices takes scratch of their size: weights of one shape then take turns, a few together."""
+        rule = group["rule"]
+        takes_turns = (rule.running_mean or rule.orthogonalize) and self.ranks.world == 1 and not self._parts
+        votes: list[Any] = [self._accumulators[weight].votes for weight in weights]
+        for numbers in alike(votes) if takes_turns else [range(len(weights))]:
+            self._move_together([weights[number] for number in numbers], group, call, bound)
+
+    def _move_together(self, weights: Sequence[Tensor], group: Mapping[str, Any], call: int, bound: int | None) -> None:
+        """Those on one device in one step of the rule."""
         rule = group["rule"]
         votes: list[Any] = [self._accumulators[weight].votes for weight in weights]
         if rule.running_mean is not None:
@@ -320,6 +328,10 @@ class GFT(Optimizer):
         results |= zip(parts, orthogonalized_rows([votes[number] for number in parts],
                                                   [weights[number] for number in parts], alone), strict=True)
         return [results[number] for number in range(len(weights))]
+
+    def _means(self) -> list[Tensor]:
+        """All that is kept of running means."""
+        return [state[name] for state in self.state.values() for name in NAMES if name in state]
 
     def _mean(self, weight: Tensor, kept: RunningMean, columns: int) -> State:
         """This rank's rows of the running mean of a weight's votes; a new one where there is none of this kind."""

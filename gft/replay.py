@@ -36,6 +36,7 @@ class StepGraph:
         self._seen: dict[Hashable, Places] = {}  # likewise, of the last steps
         self._in_vain = 0  # recordings that have not paid off yet
         self._stream: torch.cuda.Stream | None = None
+        self._pool: Any = None  # where all graphs have their scratch: none has anything there between replays
         self._rates: dict[int, tuple[float, Tensor]] = {}  # lr of each group, as a number and as the GPU has it
 
     def rate(self, group: Mapping[str, Any], device: torch.device) -> float | Tensor:
@@ -52,9 +53,10 @@ class StepGraph:
         return last[1]
 
     def take(self, step: Callable[[], None], accumulators: Sequence[VoteAccumulator],
-             groups: Sequence[Mapping[str, Any]]) -> None:
+             groups: Sequence[Mapping[str, Any]],
+             means: Sequence[Tensor] = ()) -> None:  # running means of votes, which are renewed in place
         """Take a step: replay it if all is as it was recorded, record it if all is as it was in one of the last steps."""
-        now = built_in(accumulators, groups)
+        now = built_in(accumulators, groups, means)
         if now is None or (self._in_vain >= MOST_IN_VAIN and now not in self._graphs):
             step()
             return
@@ -96,7 +98,8 @@ class StepGraph:
             self._stream.wait_stream(torch.cuda.current_stream())
             # Not by torch.cuda.graph, which empties the allocator's cache.
             with torch.cuda.stream(self._stream):
-                graph.capture_begin(capture_error_mode="thread_local")
+                self._pool = self._pool or torch.cuda.graph_pool_handle()
+                graph.capture_begin(self._pool, capture_error_mode="thread_local")
                 try:
                     step()
                 finally:
@@ -110,7 +113,8 @@ def _keep(some: dict[Hashable, Any], key: Hashable, value: Any) -> None:
         del some[next(iter(some))]
 
 
-def built_in(accumulators: Sequence[VoteAccumulator], groups: Sequence[Mapping[str, Any]]) -> Hashable:
+def built_in(accumulators: Sequence[VoteAccumulator], groups: Sequence[Mapping[str, Any]],
+             means: Sequence[Tensor]) -> Hashable:
     """All that a recorded step takes for granted: settings, how votes were cast, how large they can be, and where everything
     lies but them. None where a step cannot be recorded."""
     device, found = None, []
@@ -131,4 +135,4 @@ def built_in(accumulators: Sequence[VoteAccumulator], groups: Sequence[Mapping[s
         if isinstance(group["lr"], Tensor) or not group["rule"].replays:
             return None
         found.append((group["rule"], group["vote"], group["seed"], len(group["params"])))
-    return tuple(found)
+    return (*found, *(mean.data_ptr() for mean in means))

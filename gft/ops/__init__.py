@@ -9,7 +9,8 @@
     levels        float_levels, pack_fields, unpack_fields       stored bytes -> numbers, and back
     rounding      rounding_plan, round_weights, round_many       votes -> plan -> moved weights
                   sums_of_squares, round_some_rows               the same where ranks have some rows each
-    momentum      mean_amax, renew_mean                          votes -> a running mean of them, and what moves weights
+    momentum      mean_amax, renew_mean, renew_means             votes -> a running mean of them, and what moves weights
+    units         in_units                                       floats -> whole numbers of a unit
     noise         draw_noise                                     random numbers as a tensor
     topk          kth_largest, topk_weights                      the same by the paper's rule
 
@@ -28,7 +29,7 @@ from gft.ops.lowprecision import (
     prefers_fixed,
     round_tokens,
 )
-from gft.ops.momentum import KeptMean, mean_amax, renew_mean
+from gft.ops.momentum import KeptMean, mean_amax, renew_mean, renew_means
 from gft.ops.noise import draw_noise
 from gft.ops.operation import Operation, twins
 from gft.ops.prepare import Preparer, StoredWeight, preparer, read_and_quantize
@@ -53,13 +54,15 @@ from gft.ops.rounding import (
     sums_of_squares,
 )
 from gft.ops.topk import TopKPlan, kth_largest, topk_plan, topk_plan_of_rows, topk_weights
+from gft.ops.units import in_units
 from gft.ops.windows import RowPatches, Unfolded, Window, depthwise_votes, patches, row_votes
 
 __all__ = ["FEW_ROWS", "FIXED", "FP8", "INT8", "PLAIN", "KeptMean", "MeanSquare", "Operation", "Preparer",
            "Quantized", "Rounded", "RoundingJob", "RoundingPlan", "RowPatches", "Scaling", "StoredWeight", "Tokens",
            "TopKPlan", "Unfolded", "Window", "along_levels", "depthwise_votes", "draw_noise", "float_levels",
-           "grouped_votes_product", "kth_largest", "linear", "mean_amax", "mean_square", "multiply", "multiply_tokens",
-           "pack_fields", "patches", "prefers_fixed", "preparer", "quantize", "read_and_quantize", "renew_mean",
-           "round_many", "round_some_rows", "round_tokens", "round_weights", "rounding_plan", "row_votes", "runs_of",
-           "sequence_votes", "sequence_votes_and_counts", "sums_of_squares", "take_mean", "times_factors", "tokens_last",
-           "topk_plan", "topk_plan_of_rows", "topk_weights", "twins", "unpack_fields", "votes_product"]
+           "grouped_votes_product", "in_units", "kth_largest", "linear", "mean_amax", "mean_square", "multiply",
+           "multiply_tokens", "pack_fields", "patches", "prefers_fixed", "preparer", "quantize", "read_and_quantize",
+           "renew_mean", "renew_means", "round_many", "round_some_rows", "round_tokens", "round_weights", "rounding_plan",
+           "row_votes", "runs_of", "sequence_votes", "sequence_votes_and_counts", "sums_of_squares", "take_mean",
+           "times_factors", "tokens_last", "topk_plan", "topk_plan_of_rows", "topk_weights", "twins", "unpack_fields",
+           "votes_product"]

@@ -7,6 +7,7 @@ rules/momentum.py says what for. m is rounded without bias, on a scale by which 
 fits; B is taken from M before that. Every product and sum is rounded by itself, so that all devices give the same bits.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -60,6 +61,17 @@ def renew_mean(kept: KeptMean,
     kept.stored.copy_(_quantized(mean, inverse, key))
     kept.scale.copy_(scale)
     return mean.mul_(share).add_(newest).mul_(per_move).round_().to(torch.int32)
+
+
+@operation
+def renew_means(kept: Sequence[KeptMean],
+                votes: Sequence[Tensor],  # of each (rows, columns)
+                share: float,
+                bound: int,
+                keys: Sequence[NoiseKey]) -> list[Tensor]:  # of each (rows, columns) int32: B
+    """`mean_amax`, then `renew_mean`, of many. On a GPU those of one shape share their launches."""
+    return [renew_mean(one, cast, mean_amax(one, cast, share), share, bound, key)
+            for one, cast, key in zip(kept, votes, keys, strict=True)]
 
 
 def factors_of(amax: Tensor, share: float, bound: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,7 +10,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # a, b, c of a Newton-Schulz round
 ROUNDS = 5
 ONE = 1 << 20  # beta's unit: no entry of it exceeds 2, and most are near 1/sqrt(out · in)
 BOUND = 2 * ONE  # no |beta| is larger
-AT_ONCE = 1 << 25  # numbers a product takes together
+AT_ONCE = 1 << 24  # numbers a product takes together, and so an optimizer's step of them
 TINY = 1e-30
 
 
@@ -24,8 +24,22 @@ def alike(votes: Sequence[Tensor]) -> Iterator[list[int]]:
         yield from (numbers[start : start + together] for start in range(0, len(numbers), together))
 
 
+def together(matrices: Sequence[Tensor]) -> Tensor:  # each (out, in) -> (layers, out, in)
+    """As one tensor, without a copy where they lie one after the other."""
+    first, size = matrices[0], matrices[0].numel()
+    where = [(one.untyped_storage().data_ptr(), one.storage_offset(), one.stride()) for one in matrices]
+    if all(one == (where[0][0], where[0][1] + number * size, first.stride()) for number, one in enumerate(where)):
+        return first.as_strided((len(matrices), *first.shape), (size, *first.stride()))
+    return torch.stack(list(matrices))
+
+
+def lengths(x: Tensor) -> Tensor:  # (layers, out, in) -> (layers, 1, 1) float32
+    """The root of the sum of squares."""
+    return torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float32).clamp_min(TINY)
+
+
 def of_length_one(x: Tensor) -> Tensor:  # (layers, out, in)
-    return x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp_min(TINY)
+    return x / lengths(x).to(x.dtype)
 
 
 def evened(votes: Tensor) -> Tensor:  # (layers, out, in)

@@ -48,8 +48,9 @@ class Momentum(RunningMean):
     def renew(self, votes: Sequence[Tensor], means: Sequence[State], keys: Sequence[NoiseKey],
               take_largest: Join | None = None) -> list[Tensor]:
         layers = [(KeptMean(mean[MEAN], mean[SCALE]), one) for one, mean in zip(votes, means, strict=True)]
+        if take_largest is None:
+            return ops.renew_means([kept for kept, _ in layers], votes, self.share, BOUND, keys) if layers else []
         amax = [ops.mean_amax(kept, one, self.share) for kept, one in layers]
-        if take_largest is not None:
-            take_largest(amax)
+        take_largest(amax)
         return [ops.renew_mean(kept, one, its_amax, self.share, BOUND, key)
                 for (kept, one), its_amax, key in zip(layers, amax, keys, strict=True)]

@@ -26,7 +26,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gft.rules.matrices import ONE, alike, newton_schulz, of_length_one
+from gft import ops
+from gft.rules.matrices import ONE, alike, lengths, newton_schulz, of_length_one, together
 
 
 def orthogonalized(votes: Sequence[Tensor],  # each (out, in)
@@ -35,14 +36,20 @@ def orthogonalized(votes: Sequence[Tensor],  # each (out, in)
     one shape share their products."""
     results: dict[int, Tensor] = {}
     for numbers in alike(votes):
-        results.update(zip(numbers, _beta(torch.stack([votes[number] for number in numbers]), alone), strict=True))
+        some = together([votes[number] for number in numbers])
+        results.update(zip(numbers, _alone(some) if alone else _with_votes(some), strict=True))
     return [results[number] for number in range(len(votes))]
 
 
-def _beta(votes: Tensor, alone: bool) -> Tensor:  # (layers, out, in) -> the same, int32
+def _with_votes(votes: Tensor) -> Tensor:  # (layers, out, in) -> the same, int32
     unit = of_length_one(votes.float())
-    both = of_length_one(orthogonal(unit).float())
-    return (both if alone else unit + both).mul_(ONE).round_().to(torch.int32).contiguous()
+    return (unit + of_length_one(orthogonal(unit).float())).mul_(ONE).round_().to(torch.int32).contiguous()
+
+
+def _alone(moves: Tensor) -> Tensor:  # (layers, out, in), none beyond BOUND -> the same, int32
+    """With few passes over a GPU's memory, since a running mean's step is near its bandwidth beside the products."""
+    x = newton_schulz(of_length_one(moves.to(torch.bfloat16 if moves.is_cuda else torch.float32)))
+    return ops.in_units(x, ONE / lengths(x).flatten())
 
 
 def orthogonal(x: Tensor) -> Tensor:  # (layers, out, in), each of length one -> nearly U · W^T

@@ -139,8 +139,9 @@ class Rounding(Rule):
 
     @property
     def replays(self) -> bool:
-        """What looks at whole matrices takes scratch of the votes' own size, which a recorded step would keep for itself."""
-        return not (self.orthogonalize or self.running_mean)
+        """Yes, if kernels that are told where votes lie are the first to read them: those of the moves, or of a whole mean.
+        Only these two can."""
+        return bool(self.momentum) or not (self.orthogonalize or self.momentum_rank)
 
     @property
     def running_mean(self) -> RunningMean | None:  # type: ignore[override]

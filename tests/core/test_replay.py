@@ -143,13 +143,42 @@ def pair(request):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("pair", [{}, {"bits": 2}, {"vote": gft.Sign()}], ids=str, indirect=True)
+@pytest.mark.parametrize("pair", [{}, {"bits": 2}, {"vote": gft.Sign()}, {"rule": gft.Rounding(momentum=0.9)}], ids=str,
+                         indirect=True)
 def test_replayed_steps_are_the_steps(pair, monkeypatch):
     for loop in pair:
         for number in range(12):
             loop.optimizer.param_groups[0]["lr"] = 0.3 / (number + 1)
             loop.step(number)
     assert pair[0].recordings == 1
+    assert_same(*pair)
+
+
+@pytest.mark.gpu
+def test_a_step_that_orthogonalizes_is_replayed_too(monkeypatch):
+    """Its products are floats, which a recording need not round as a step by itself does."""
+    loop = Loop(True, rule=gft.Rounding(momentum=0.9, orthogonalize=True, warmup=0))
+    for number in range(6):
+        loop.step(number)
+    assert loop.recordings == 1
+    monkeypatch.setattr(gft.GFT, "_take_step", None)
+    flips = []
+    for number in range(6, 10):
+        before = loop.optimizer.flips()
+        loop.step(number)
+        flips.append(loop.optimizer.flips() - before)
+    assert min(flips) > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pair", [{"rule": gft.Rounding(momentum=0.9)}], ids=str, indirect=True)
+def test_a_mean_that_was_loaded_is_the_one_that_is_renewed(pair):
+    for loop in pair:
+        for number in range(5):
+            loop.step(number)
+        loop.optimizer.load_state_dict(loop.optimizer.state_dict())
+        for number in range(5, 10):
+            loop.step(number)
     assert_same(*pair)
 
 

@@ -65,6 +65,13 @@ def random_job(storage, shape, dtype=torch.int32, running=False, seed=1, **setti
     return ops.RoundingJob(random_stored(storage, shape), votes, storage, bound=int(votes.abs().max()), **settings)
 
 
+def aligned(votes: torch.Tensor) -> torch.Tensor:
+    """The same where it begins at a multiple of 16 bytes, as on a GPU."""
+    room = torch.empty(votes.nbytes + 16, dtype=torch.uint8, device=votes.device)
+    room = room[-room.data_ptr() % 16 :][: votes.nbytes].view(votes.dtype).view(votes.shape)
+    return room.copy_(votes)
+
+
 def on(device, value):
     """A job or a plan with its tensors on a device; stored weights are a copy."""
     names = [name for name in value.__slots__ if isinstance(getattr(value, name), torch.Tensor)]

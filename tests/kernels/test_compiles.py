@@ -10,7 +10,7 @@ SCRIPT = """
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from gft.ops.triton import factors, momentum, noise, update
+from gft.ops.triton import factors, momentum, noise, units, update
 
 def check(kernel, types, constants, options=dict(launch_pdl=True)):
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
@@ -30,11 +30,15 @@ check(update._move_kernel,
            threshold_share="*fp32", least="*i64", largest="*i64", seed="i64", step="*i64", noise_stream=("i32",) * 2),
       dict(TOPK=False, THRESHOLD=True, SUITED=True, PACKED=False, WIDTH=8, LARGEST=7, MEMORY_BITS=4, SPARE_BITS=0,
            INERTIA=True, BY_EIGHTS=True, EVEN=True, ROWS=4, EIGHTHS=128, **table))
-types = dict(stored="*i8", votes="*i32", scale="*fp32", amax="*i32", moves="*i32", share="fp32", rest="fp32", bound="fp32",
-             seed="i64", step="*i64")
-tile = dict(ROWS=16, COLUMNS=64)
-check(momentum._amax_kernel, types, dict(TIMES=8, **tile), dict(enable_fp_fusion=False))
-check(momentum._renew_kernel, {**types, "amax": "*fp32"}, dict(BY_EIGHTS=True, **tile), dict(enable_fp_fusion=False))
+types = dict(stored=("*i8",) * 2, scale=("*fp32",) * 2, amax="*i32", moves="*i32", share="fp32", rest="fp32", bound="fp32",
+             seed="i64", step="*i64", noise_stream=("i32",) * 2)
+exact, tile = dict(enable_fp_fusion=False), dict(ROWS=16, COLUMNS=64)
+for by_table, votes in ((True, "*i64"), (False, ("*i32",) * 2)):
+    told = dict(TABLE=by_table, WIDE=False, **tile)
+    check(momentum._amax_kernel, {**types, "votes": votes}, dict(TIMES=8, **told), exact)
+    check(momentum._renew_kernel, {**types, "votes": votes, "amax": "*fp32"}, dict(BY_EIGHTS=True, **told), exact)
+for turned in (True, False):
+    check(units._units_kernel, dict(x="*bf16", per_unit="*fp32", numbers="*i32"), dict(TURNED=turned, TILE=64), exact)
 check(noise._draw_kernel, dict(numbers="*i32", count="i64", first="i64", seed="i64", step="*i64"), dict(COUNTERS=128), {})
 print("compiled")
 """

@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import KEY
+from kernel_cases import KEY, aligned, random_votes
 
 from gft import ops
 from gft.errors import UsageError
 from gft.ops import KeptMean
+from gft.ops.places import Places, told_by
+from gft.rules import matrices
 from gft.rules.matrices import BOUND
 
 
@@ -51,6 +53,66 @@ def test_some_rows_are_renewed_as_among_all_of_them(backend, columns):
             assert torch.equal(got.cpu(), wanted[first:last])
             assert torch.equal(rows.stored.cpu(), whole.stored[first:last])
             assert torch.equal(rows.scale.cpu(), whole.scale)
+
+
+@pytest.mark.parametrize("by_table", [False, True], ids=["by their addresses", "by a table"])
+def test_layers_that_share_launches_are_renewed_each_by_itself(triton_twins, monkeypatch, by_table):
+    """Four layers of one shape, which two launches take, among others; from the second step on votes lie elsewhere."""
+    monkeypatch.setattr("gft.ops.triton.alike.MOST_LAYERS", 3)
+    shapes = [(21, 72), (9, 130), (21, 72), (5, 7), (21, 72), (21, 72), (9, 130)]
+    keys = [replace(KEY, stream=5 * number) for number in range(len(shapes))]
+    here, there = ([mean_of_nothing(*shape, device) for shape in shapes]
+                   for device in (torch.device("cpu"), triton_twins.device))
+    places = None
+    for step in range(3):
+        votes = [random_votes(shape, torch.int64 if shape == (5, 7) else torch.int32, seed=100 * step + number)
+                 for number, shape in enumerate(shapes)]
+        wanted = ops.renew_means.definition(here, votes, 0.9, BOUND, keys)
+        moved = [aligned(one.to(triton_twins.device)) for one in votes]
+        if not by_table:
+            got = triton_twins.renew_means(there, moved, 0.9, BOUND, keys)
+        else:
+            places = places or Places(moved)
+            places.write(moved)
+            with told_by(places):
+                got = triton_twins.renew_means(there, moved, 0.9, BOUND, keys)
+            assert places.whole
+        assert all(torch.equal(one.cpu(), other) for one, other in zip(got, wanted, strict=True))
+    for one, other in zip(here, there, strict=True):
+        assert torch.equal(one.stored, other.stored.cpu())
+        assert torch.equal(one.scale, other.scale.cpu())
+    alike = matrices.together([got[number] for number in (0, 2, 4, 5)])
+    assert alike.data_ptr() == got[0].data_ptr()  # no copy: they lie one after the other
+    assert torch.equal(alike, torch.stack([got[number] for number in (0, 2, 4, 5)]))
+
+
+@pytest.mark.parametrize("other", [{"seed": 1}, {"call": 9}, {"step": 5}, {"first": 72}], ids=str)
+def test_layers_of_other_draws_share_no_launch(triton_twins, other):
+    kept = [mean_of_nothing(4, 72, triton_twins.device) for _ in range(2)]
+    votes = [one.stored.int() + 3 for one in kept]
+    assert triton_twins.renew_means(kept, votes, 0.9, BOUND, [KEY, replace(KEY, **other)]) is NotImplemented
+    assert not any(one.stored.any() for one in kept)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("shape", [(3, 65, 130), (1, 1, 7), (2, 64, 64), (2, 9, 1)], ids=str)
+def test_floats_are_whole_numbers_of_a_unit(triton_twins, shape, turned, dtype):
+    x = torch.randn(shape, dtype=dtype)
+    x[0, 0, 0] = 2.5  # of ties the even one
+    x = x.mT.contiguous().mT if turned else x
+    per_unit = torch.tensor([1.0, 2.0**20 / 7, 333.3])[: len(x)]
+    wanted = ops.in_units.definition(x, per_unit)
+    got = triton_twins.in_units(x.to(triton_twins.device), per_unit.to(triton_twins.device))
+    assert got.is_contiguous()
+    assert torch.equal(got.cpu(), wanted)
+    assert wanted[0, 0, 0] == 2
+
+
+def test_what_lies_in_neither_order_has_no_kernel(triton_twins):
+    x = torch.randn(4, 6, 10, device=triton_twins.device)[:, ::2]
+    assert triton_twins.in_units(x, torch.ones(4, device=x.device)) is NotImplemented
+    assert torch.equal(ops.in_units(x, torch.ones(4, device=x.device)).cpu(), x.round().int().cpu())
 
 
 def test_no_votes_are_no_moves(backend):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from kernel_cases import (
     KEY,
+    aligned,
     assert_on_the_grid,
     on,
     random_job,
@@ -320,13 +321,6 @@ def test_a_table_tells_where_votes_lie_and_may_be_written_anew(triton_twins, see
         with told_by(places):
             assert assert_rounded(jobs, there, triton_twins.round_many(there, 0.4), 0.4) > 0
         assert places.whole
-
-
-def aligned(votes: torch.Tensor) -> torch.Tensor:
-    """The same where it begins at a multiple of 16 bytes, as on a GPU."""
-    room = torch.empty(votes.nbytes + 16, dtype=torch.uint8, device=votes.device)
-    room = room[-room.data_ptr() % 16 :][: votes.nbytes].view(votes.dtype).view(votes.shape)
-    return room.copy_(votes)
 
 
 def test_what_is_made_of_votes_in_a_step_is_not_in_the_table():

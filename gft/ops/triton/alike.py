@@ -68,6 +68,18 @@ def pick(one_a_layer, layer):
     return picked
 
 
+def streams_argument(streams: Sequence[int]) -> tuple[int, ...]:
+    """The streams of random numbers as a kernel takes them: odd and never 1. Triton compiles 1 and multiples of 16 into the
+    kernel if they stand in a tuple, do_not_specialize or not, and then every network would have kernels of its own."""
+    return padded([2 * stream + 3 for stream in streams])
+
+
+@triton.jit
+def pick_stream(streams, layer):
+    """That of one layer, of what `streams_argument` gave."""
+    return (pick(streams, layer) - 3) >> 1
+
+
 def votes_argument(votes: Sequence[Tensor]) -> tuple[Any, dict[str, bool]]:
     """Votes as a kernel takes them, by their addresses or by a table of these, and the constants that say which."""
     table = table_for(votes)

@@ -1,4 +1,7 @@
-"""Renewing a running mean of votes (ops/momentum.py): one launch for the largest entries, one for all else."""
+"""Renewing running means of votes (ops/momentum.py): a launch for the largest entries, one for all else, for many layers."""
+
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import triton
@@ -9,9 +12,11 @@ from gft import philox
 from gft.ops import checks
 from gft.ops import momentum as definitions
 from gft.ops.momentum import KeptMean
+from gft.ops.triton.alike import padded, pick, pick_stream, pick_votes, shared_launches, streams_argument, votes_argument
 from gft.ops.triton.grids import spread, spread_block
 from gft.ops.triton.launch import Launcher
 from gft.ops.triton.noise import KEY, noise16, noise16_by_eights, on_device, width
+from gft.ops.triton.units import nearest
 from gft.philox import NoiseKey
 
 ROWS, COLUMNS, TIMES, WARPS = 16, 64, 8, 4  # a program of the first kernel takes TIMES · ROWS rows
@@ -34,10 +39,14 @@ def _renewed(stored, votes, row, block, rows, columns, scale, share, rest,
 
 
 @triton.jit
-def _amax_kernel(stored, votes, scale, amax, rows, columns, share, rest, ROWS: tl.constexpr,
-                 COLUMNS: tl.constexpr, TIMES: tl.constexpr):
-    """momentum.mean_amax, written as integers, which have the order of the floats that are not negative."""
-    block, chunk = tl.program_id(0), spread_block().to(tl.int64)
+def _amax_kernel(stored, votes, scale, amax, stride, rows, columns, share, rest, TABLE: tl.constexpr, WIDE: tl.constexpr,
+                 ROWS: tl.constexpr, COLUMNS: tl.constexpr, TIMES: tl.constexpr):
+    """momentum.mean_amax, written as integers, which have the order of the floats that are not negative. Of each layer
+    `stride` of them."""
+    blocks = tl.cdiv(columns, COLUMNS)
+    layer, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    stored, votes, scale = pick(stored, layer), pick_votes(votes, layer, TABLE, WIDE), pick(scale, layer)
+    amax, chunk = amax + layer * stride, spread_block().to(tl.int64)
     column = block * COLUMNS + tl.arange(0, COLUMNS)
     scales = tl.load(scale + column, mask=column < columns, other=0.0)
     top, largest = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), votes.dtype.element_ty)
@@ -53,11 +62,17 @@ def _amax_kernel(stored, votes, scale, amax, rows, columns, share, rest, ROWS: t
 
 
 @triton.jit(do_not_specialize=[*KEY, "first_row"])
-def _renew_kernel(stored, votes, scale, amax, moves, rows, columns, share, rest, bound, seed, step, noise_stream, call,
+def _renew_kernel(stored, votes, scale, amax, moves, stride, rows, columns, share, rest, bound,
+                  seed, step, noise_stream, call,
                   first_row,  # of these rows in the whole matrix, where two rows share a random number
-                  BY_EIGHTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    block, chunk = tl.program_id(0), spread_block().to(tl.int64)
-    row = chunk * ROWS + tl.arange(0, ROWS)
+                  TABLE: tl.constexpr, WIDE: tl.constexpr, BY_EIGHTS: tl.constexpr, ROWS: tl.constexpr,
+                  COLUMNS: tl.constexpr):
+    blocks = tl.cdiv(columns, COLUMNS)
+    layer, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    stored, votes, scale = pick(stored, layer), pick_votes(votes, layer, TABLE, WIDE), pick(scale, layer)
+    noise_stream = pick_stream(noise_stream, layer)
+    amax, moves = amax + layer * stride, moves + layer.to(tl.int64) * rows * columns
+    row = spread_block().to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = block * COLUMNS + tl.arange(0, COLUMNS)
     scales = tl.load(scale + column, mask=column < columns, other=0.0)
     mean, newest, _, live = _renewed(stored, votes, row, block, rows, columns, scales, share, rest, ROWS, COLUMNS)
@@ -78,7 +93,7 @@ def _renew_kernel(stored, votes, scale, amax, moves, rows, columns, share, rest,
 
     largest = tl.load(amax + columns) * share + tl.load(amax + columns + 1) * rest  # no move is more
     move = (mean * share + newest) * _divided(bound, tl.full((1,), largest, tl.float32))[None, :]
-    tl.store(moves + row[:, None] * columns + column[None, :], _nearest(move), mask=live)
+    tl.store(moves + row[:, None] * columns + column[None, :], nearest(move), mask=live)
 
 
 @triton.jit
@@ -88,25 +103,15 @@ def _divided(number, by):
     return tl.where(some, tl.div_rn(tl.full(by.shape, number, tl.float32), tl.where(some, by, 1.0)), 0.0)
 
 
-@triton.jit
-def _nearest(value):
-    """The nearest integer, of ties the even one, of numbers below 2^22: added to 1.5 · 2^23, no fraction is left."""
-    return (value + 12582912.0 - 12582912.0).to(tl.int32)
-
-
 _launch_amax, _launch_renew = Launcher(_amax_kernel), Launcher(_renew_kernel)
+Layer = tuple[KeptMean, Tensor]  # a mean and its votes, contiguous; those of one launch have one shape and type of votes
 
 
 def mean_amax(kept: KeptMean, votes: Tensor, share: float) -> Tensor:
     """Largest entries of a mean and of votes (momentum.mean_amax)."""
     if not _can_renew(kept, votes):
         return NotImplemented
-    rows, columns = votes.shape
-    amax = torch.zeros(columns + 2, dtype=torch.int32, device=votes.device)
-    _launch_amax((votes.shape, votes.dtype), (triton.cdiv(columns, COLUMNS), *spread(triton.cdiv(rows, ROWS * TIMES))),
-                 (kept.stored, votes.contiguous(), kept.scale, amax, rows, columns, *definitions.shares_of(share)),
-                 {"ROWS": ROWS, "COLUMNS": COLUMNS, "TIMES": TIMES}, num_warps=WARPS, enable_fp_fusion=False)
-    return amax.view(torch.float32)
+    return _amax([(kept, votes.contiguous())], share)[0, : votes.shape[1] + 2]
 
 
 def renew_mean(kept: KeptMean, votes: Tensor, amax: Tensor, share: float, bound: int, key: NoiseKey) -> Tensor:
@@ -115,17 +120,80 @@ def renew_mean(kept: KeptMean, votes: Tensor, amax: Tensor, share: float, bound:
     checks.check_tensor("the largest entries of the mean of votes", amax, (columns + 2,), torch.float32, votes.device)
     if not _can_renew(kept, votes) or key.first % columns:
         return NotImplemented
-    moves = torch.empty((rows, columns), dtype=torch.int32, device=votes.device)
-    first_row = key.first // columns
-    _launch_renew((votes.shape, votes.dtype, width(key), first_row >> 31),
-                  (triton.cdiv(columns, COLUMNS), *spread(triton.cdiv(rows, ROWS))),
-                  (kept.stored, votes.contiguous(), kept.scale, amax.contiguous(), moves, rows, columns,
-                   *definitions.shares_of(share), float(bound), key.seed, on_device(key.step, votes), key.stream, key.call,
-                   first_row),
-                  {"BY_EIGHTS": columns % 8 == 0, "ROWS": ROWS, "COLUMNS": COLUMNS}, num_warps=WARPS,
-                  enable_fp_fusion=False)
+    moves = torch.empty((1, rows, columns), dtype=torch.int32, device=votes.device)
+    _renew([(kept, votes.contiguous())], amax.contiguous(), moves, share, bound, key, [key.stream])
     torch.mul(amax[:columns], definitions.PER_LARGEST, out=kept.scale)
-    return moves
+    return moves[0]
+
+
+def renew_means(kept: Sequence[KeptMean], votes: Sequence[Tensor], share: float, bound: int,
+                keys: Sequence[NoiseKey]) -> list[Tensor]:
+    """Take votes into many means (momentum.renew_means). The moves of one kind of layers lie one after the other."""
+    if not (all(_can_renew(one, cast) for one, cast in zip(kept, votes, strict=True)) and _but_for_streams(keys)):
+        return NotImplemented
+    layers = [(one, cast.contiguous()) for one, cast in zip(kept, votes, strict=True)]
+    kinds = [(cast.shape, cast.dtype) for cast in votes]
+    room = {kind: torch.empty((kinds.count(kind), *kind[0]), dtype=torch.int32, device=votes[0].device)
+            for kind in dict.fromkeys(kinds)}
+    key, results, largest = replace(keys[0], step=on_device(keys[0].step, votes[0])), {}, {}
+    for numbers in shared_launches(kinds):
+        some, kind = [layers[number] for number in numbers], kinds[numbers[0]]
+        moves, room[kind] = room[kind].tensor_split([len(numbers)])
+        amax = _amax(some, share)
+        _renew(some, amax, moves, share, bound, key, [keys[number].stream for number in numbers])
+        results.update(zip(numbers, moves, strict=True))
+        largest.update(zip(numbers, amax[:, : kind[0][1]], strict=True))
+    scales = [one.scale for one in kept]
+    torch._foreach_copy_(scales, [largest[number] for number in range(len(scales))])
+    torch._foreach_mul_(scales, definitions.PER_LARGEST)
+    return [results[number] for number in range(len(kept))]
+
+
+def _amax(layers: Sequence[Layer], share: float) -> Tensor:  # (layers, at least columns + 2) float32
+    rows, columns = layers[0][1].shape
+    stride = triton.cdiv(columns + 2, 16) * 16
+    amax = torch.zeros((len(layers), stride), dtype=torch.int32, device=layers[0][1].device)
+    (stored, votes, scales), how, key = _arguments(layers)
+    _launch_amax((*key, stride), _grid(layers, triton.cdiv(rows, ROWS * TIMES)),
+                 (stored, votes, scales, amax, stride, rows, columns, *definitions.shares_of(share)),
+                 {**how, "ROWS": ROWS, "COLUMNS": COLUMNS, "TIMES": TIMES}, num_warps=WARPS, enable_fp_fusion=False)
+    return amax.view(torch.float32)
+
+
+def _renew(layers: Sequence[Layer],
+           amax: Tensor,  # of each layer its own, as `_amax` gives them
+           moves: Tensor,  # (layers, rows, columns) int32: written
+           share: float, bound: int,
+           key: NoiseKey,  # of all of them, but for the stream
+           streams: Sequence[int]) -> None:
+    """All but the new scales, which other programs still read the old ones of."""
+    _, rows, columns = moves.shape
+    stride, first_row = amax.stride(0) if amax.dim() == 2 else 0, key.first // columns
+    (stored, votes, scales), how, kind = _arguments(layers)
+    _launch_renew((*kind, stride, width(key), max(streams) >> 31, first_row >> 31),
+                  _grid(layers, triton.cdiv(rows, ROWS)),
+                  (stored, votes, scales, amax, moves, stride, rows, columns, *definitions.shares_of(share), float(bound),
+                   key.seed, on_device(key.step, moves), streams_argument(streams), key.call, first_row),
+                  {**how, "BY_EIGHTS": columns % 8 == 0, "ROWS": ROWS, "COLUMNS": COLUMNS}, num_warps=WARPS,
+                  enable_fp_fusion=False)
+
+
+def _arguments(layers: Sequence[Layer]) -> tuple[tuple[object, ...], dict[str, bool], tuple[object, ...]]:
+    """Means, votes and scales as kernels take them; the constants that go with these; and what they have in common."""
+    votes, how = votes_argument([cast for _, cast in layers])
+    stored, scales = padded([kept.stored for kept, _ in layers]), padded([kept.scale for kept, _ in layers])
+    return (stored, votes, scales), how, (len(stored), layers[0][1].shape, layers[0][1].dtype, *how.values())
+
+
+def _grid(layers: Sequence[Layer], row_blocks: int) -> tuple[int, int, int]:
+    return (len(layers) * triton.cdiv(layers[0][1].shape[1], COLUMNS), *spread(row_blocks))
+
+
+def _but_for_streams(keys: Sequence[NoiseKey]) -> bool:
+    """Are these of one draw of whole layers?"""
+    first = keys[0]
+    steps = all(key.step is first.step or (isinstance(key.step, int) and key.step == first.step) for key in keys)
+    return steps and all((key.seed, key.call, key.first) == (first.seed, first.call, 0) for key in keys)
 
 
 def _can_renew(kept: KeptMean, votes: Tensor) -> bool:

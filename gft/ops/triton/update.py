@@ -17,7 +17,18 @@ from gft.ops import checks
 from gft.ops import rounding as definitions
 from gft.ops.rounding import CLIP, Rounded, RoundingJob, RoundingPlan
 from gft.ops.topk import TopKPlan
-from gft.ops.triton.alike import Batch, by_eights, kind_of, padded, pick, pick_votes, shared_launches, votes_argument
+from gft.ops.triton.alike import (
+    Batch,
+    by_eights,
+    kind_of,
+    padded,
+    pick,
+    pick_stream,
+    pick_votes,
+    shared_launches,
+    streams_argument,
+    votes_argument,
+)
 from gft.ops.triton.constants import constants_of
 from gft.ops.triton.factors import factors_of, stride_of
 from gft.ops.triton.launch import Launcher
@@ -89,7 +100,7 @@ def _move_kernel(stored, votes, flips, stride, rows, columns, bytes_a_row,
     row_blocks = tl.cdiv(rows, ROWS)
     row_block, eighth_block = block % row_blocks, block // row_blocks
     stored, votes = pick(stored, layer), pick_votes(votes, layer, TABLE, WIDE)
-    noise_stream = (pick(noise_stream, layer) - 3) >> 1
+    noise_stream = pick_stream(noise_stream, layer)
     row_factor, column_factor, cap = row_factor + layer * stride, column_factor + layer * stride, cap + layer * stride
     N: tl.constexpr = ROWS * EIGHTHS
     place = tl.arange(0, N)
@@ -197,9 +208,7 @@ def _move(batch: Batch,
     # Where every weight draws a counter of its own, a thread has no registers for more than eight.
     rows_at_once = (MOVE_RUN if in_words else 1) * MOVE_WARPS * 32 // eighths
     even = in_words and rows % rows_at_once == 0 and columns % (eighths * 8) == 0
-    # Odd and never 1: Triton compiles 1 and multiples of 16 into the kernel if they stand in a tuple, do_not_specialize or
-    # not, and then every network would have kernels of its own.
-    streams = padded([2 * stream + 3 for stream in batch.streams])
+    streams = streams_argument(batch.streams)
     # Blocks of rows and of columns in one number: a grid's second may not exceed 65,535.
     grid = triton.cdiv(rows, rows_at_once) * triton.cdiv(columns, eighths * 8), len(batch.stored), 1
     numbers, kind = _plan_arguments(plan, flips)
