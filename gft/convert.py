@@ -6,9 +6,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 
 from gft.calibrate import GPTQ
 from gft.errors import UsageError
@@ -57,7 +60,8 @@ def quantize_(model: nn.Module, bits: int = 4, filter_fn: FilterFn | None = None
     bias: False leaves the layers' biases out: the paper's quantized layers have none.
     gain: True multiplies each layer's product by a number that AdamW learns with the biases, False by none. By default
         ternary layers have gains, and in a model without any norm all do, since nothing else lets them grow beyond their
-        grids; but neither with bias=False nor from the paper's start.
+        grids; but neither with bias=False nor from the paper's start, nor convolutions that a batch norm follows, which
+        would divide by the gain.
     scales: "tensor": one float a weight matrix, by which its levels are multiplied; "row": one for each of its rows; 64,
         128, …: one for so many weights of a row.
     compute: in which numbers linear layers multiply, forward and backward. None: x's float type, or autocast's. "bf16":
@@ -93,11 +97,11 @@ def quantize_(model: nn.Module, bits: int = 4, filter_fn: FilterFn | None = None
     if any(is_sharded(parameter) for _, module in chosen for parameter in module.parameters()):
         raise UsageError("fully_shard has shared this model's weights out already; call gft.quantize_ before it")
     _refuse_other_quantizers(model)
-    if gain is None:
-        gain = bias and init != "paper" and (bits == 2 or not has_norms(model))
-    options: dict[str, Any] = {"memory": memory, "init": "fit" if isinstance(init, GPTQ) else init, "gain": gain,
-                               "scales": scales}
-    twins = {name: quantized_twin(module, bits, **options) for name, module in chosen}
+    options: dict[str, Any] = {"memory": memory, "init": "fit" if isinstance(init, GPTQ) else init, "scales": scales}
+    some_have_gains = bias and init != "paper" and (bits == 2 or not has_norms(model)) if gain is None else gain
+    without = batch_normed(model) if gain is None else set()
+    twins = {name: quantized_twin(module, bits, gain=some_have_gains and name not in without, **options)
+             for name, module in chosen}
     _set_compute(list(twins.values()), compute)
     if isinstance(init, GPTQ):
         init.round_twins_(model, {name: (module, twins[name]) for name, module in chosen})
@@ -158,6 +162,19 @@ def dequantize_(model: nn.Module) -> nn.Module:
 def has_norms(model: nn.Module) -> bool:
     """Is there a normalisation layer?"""
     return any(is_norm(module) for module in model.modules())
+
+
+def batch_normed(model: nn.Module) -> set[str]:
+    """The names of the convolutions whose outputs go right into a batch norm, as far as a model's structure tells: the next
+    module beside it is one, of as many channels. It takes the size of its inputs away, and so a gain before it.
+    """
+    found = set()
+    for parent, module in model.named_modules():
+        for (name, one), (_, following) in pairwise(module.named_children()):
+            is_one = isinstance(one, _ConvNd) and isinstance(following, _BatchNorm)
+            if is_one and one.out_channels == following.num_features:
+                found.add(f"{parent}.{name}" if parent else name)
+    return found
 
 
 def _shared_weights(model: nn.Module, chosen: list[tuple[str, nn.Module]]) -> dict[str, tuple[str, str]]:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gft
-from gft.convert import has_norms
+from gft.convert import batch_normed, has_norms
 from gft.layers import quantized_layers
 
 layers = pytest.mark.parametrize("layer", [
@@ -133,6 +133,28 @@ def test_a_gain_changes_no_sign_of_a_vote(layer):
         "2 bits, bias=False", "BatchNorm", "gain=True"])
 def test_ternary_layers_and_models_without_norms_have_gains_by_default(norm, settings, expected):
     assert has_gains(gft.quantize_(mlp(norm=norm), **{"bits": 4, **settings})) == {expected}
+
+
+@pytest.mark.parametrize("conv", [nn.Conv1d, nn.Conv2d, nn.ConvTranspose2d], ids=lambda conv: conv.__name__)
+def test_a_convolution_has_no_gain_where_a_batch_norm_would_divide_by_it(conv):
+    """Not where something stands between them, the channels are others, or the norm is of another kind."""
+    norm, dims = (nn.BatchNorm1d, 1) if conv is nn.Conv1d else (nn.BatchNorm2d, 2)
+    model = nn.Sequential(nn.Sequential(conv(3, 8, 3), norm(8), nn.ReLU()),
+                          nn.Sequential(conv(8, 8, 1), nn.ReLU(), norm(8)),
+                          nn.ModuleList([conv(8, 6, 1), norm(8), nn.Flatten()]),
+                          nn.Sequential(conv(8, 8, 1), nn.GroupNorm(2, 8)))
+    names = ["0.0", "1.0", "2.0", "3.0"]
+    assert batch_normed(model) == {"0.0"}
+    expected = [name != "0.0" for name in names]
+    quantized = gft.quantize_(copy.deepcopy(model), 2)
+    assert [quantized.get_submodule(name).log_gain is not None for name in names] == expected
+    asked = gft.quantize_(copy.deepcopy(model), 2, gain=True)[0]
+    assert asked[0].log_gain is not None
+    x = torch.randn(4, 3, *(9,) * dims)
+    y = asked(x)
+    with torch.no_grad():
+        asked[0].log_gain.add_(0.1)  # by half or more
+    torch.testing.assert_close(asked(x), y, rtol=1e-3, atol=1e-3)
 
 
 def module_named(name: str) -> nn.Module:
