@@ -10,7 +10,7 @@
     rounding      rounding_plan, round_weights, round_many       votes -> plan -> moved weights
                   sums_of_squares, round_some_rows               the same where ranks have some rows each
     momentum      mean_amax, renew_mean, renew_means             votes -> a running mean of them, and what moves weights
-    units         in_units                                       floats -> whole numbers of a unit
+    units         as_floats, in_units                            votes -> floats; floats -> whole numbers of a unit
     noise         draw_noise                                     random numbers as a tensor
     topk          kth_largest, topk_weights                      the same by the paper's rule
 
@@ -54,12 +54,12 @@ from gft.ops.rounding import (
     sums_of_squares,
 )
 from gft.ops.topk import TopKPlan, kth_largest, topk_plan, topk_plan_of_rows, topk_weights
-from gft.ops.units import in_units
+from gft.ops.units import as_floats, in_units
 from gft.ops.windows import RowPatches, Unfolded, Window, depthwise_votes, patches, row_votes
 
 __all__ = ["FEW_ROWS", "FIXED", "FP8", "INT8", "PLAIN", "KeptMean", "MeanSquare", "Operation", "Preparer",
            "Quantized", "Rounded", "RoundingJob", "RoundingPlan", "RowPatches", "Scaling", "StoredWeight", "Tokens",
-           "TopKPlan", "Unfolded", "Window", "along_levels", "depthwise_votes", "draw_noise", "float_levels",
+           "TopKPlan", "Unfolded", "Window", "along_levels", "as_floats", "depthwise_votes", "draw_noise", "float_levels",
            "grouped_votes_product", "in_units", "kth_largest", "linear", "mean_amax", "mean_square", "multiply",
            "multiply_tokens", "pack_fields", "patches", "prefers_fixed", "preparer", "quantize", "read_and_quantize",
            "renew_mean", "renew_means", "round_many", "round_some_rows", "round_tokens", "round_weights", "rounding_plan",

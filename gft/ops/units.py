@@ -1,9 +1,21 @@
-"""Floats as whole numbers of a unit, several layers at a time: what orthogonalized votes become before they move weights."""
+"""Layers of one shape together: their votes as floats, and floats as whole numbers of a unit.
+
+The first is how rules that look at whole matrices begin, the second how what they found becomes moves.
+"""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from gft.ops.operation import operation
+
+
+@operation
+def as_floats(votes: Sequence[Tensor],  # of each layer (rows, columns) int32 or int64
+              dtype: torch.dtype) -> Tensor:  # (layers, rows, columns)
+    """Votes that one tensor is made of."""
+    return torch.stack(list(votes)).to(dtype)
 
 
 @operation

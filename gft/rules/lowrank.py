@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gft import ops
 from gft.philox import NoiseKey
 from gft.rules.matrices import ONE, alike, evened, newton_schulz, newton_schulz_multiply_adds, of_length_one
 from gft.rules.mean import MEAN, Join, Kind, RunningMean, State
@@ -58,7 +59,7 @@ class LowRank(RunningMean):
         results: dict[int, Tensor] = {}
         for numbers in alike(votes):
             some = [means[number][MEAN] for number in numbers]
-            beta, new = _step(torch.stack([votes[number] for number in numbers]).float(), torch.stack(some))
+            beta, new = _step(ops.as_floats([votes[number] for number in numbers], torch.float32), torch.stack(some))
             results.update(zip(numbers, beta, strict=True))
             for mean, one in zip(some, new, strict=True):
                 mean.copy_(one)

@@ -24,15 +24,6 @@ def alike(votes: Sequence[Tensor]) -> Iterator[list[int]]:
         yield from (numbers[start : start + together] for start in range(0, len(numbers), together))
 
 
-def together(matrices: Sequence[Tensor]) -> Tensor:  # each (out, in) -> (layers, out, in)
-    """As one tensor, without a copy where they lie one after the other."""
-    first, size = matrices[0], matrices[0].numel()
-    where = [(one.untyped_storage().data_ptr(), one.storage_offset(), one.stride()) for one in matrices]
-    if all(one == (where[0][0], where[0][1] + number * size, first.stride()) for number, one in enumerate(where)):
-        return first.as_strided((len(matrices), *first.shape), (size, *first.stride()))
-    return torch.stack(list(matrices))
-
-
 def lengths(x: Tensor) -> Tensor:  # (layers, out, in) -> (layers, 1, 1) float32
     """The root of the sum of squares."""
     return torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float32).clamp_min(TINY)

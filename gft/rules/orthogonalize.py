@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from gft import ops
-from gft.rules.matrices import ONE, alike, lengths, newton_schulz, of_length_one, together
+from gft.rules.matrices import ONE, alike, lengths, newton_schulz, of_length_one
 
 
 def orthogonalized(votes: Sequence[Tensor],  # each (out, in)
@@ -36,19 +36,20 @@ def orthogonalized(votes: Sequence[Tensor],  # each (out, in)
     one shape share their products."""
     results: dict[int, Tensor] = {}
     for numbers in alike(votes):
-        some = together([votes[number] for number in numbers])
+        some = [votes[number] for number in numbers]
         results.update(zip(numbers, _alone(some) if alone else _with_votes(some), strict=True))
     return [results[number] for number in range(len(votes))]
 
 
-def _with_votes(votes: Tensor) -> Tensor:  # (layers, out, in) -> the same, int32
-    unit = of_length_one(votes.float())
+def _with_votes(votes: Sequence[Tensor]) -> Tensor:  # (layers, out, in) int32
+    unit = of_length_one(ops.as_floats(votes, torch.float32))
     return (unit + of_length_one(orthogonal(unit).float())).mul_(ONE).round_().to(torch.int32).contiguous()
 
 
-def _alone(moves: Tensor) -> Tensor:  # (layers, out, in), none beyond BOUND -> the same, int32
+def _alone(moves: Sequence[Tensor]) -> Tensor:  # none beyond BOUND -> (layers, out, in) int32
     """With few passes over a GPU's memory, since a running mean's step is near its bandwidth beside the products."""
-    x = newton_schulz(of_length_one(moves.to(torch.bfloat16 if moves.is_cuda else torch.float32)))
+    x = ops.as_floats(moves, torch.bfloat16 if moves[0].is_cuda else torch.float32)
+    x = newton_schulz(of_length_one(x))
     return ops.in_units(x, ONE / lengths(x).flatten())
 
 

@@ -139,9 +139,7 @@ class Rounding(Rule):
 
     @property
     def replays(self) -> bool:
-        """Yes, if kernels that are told where votes lie are the first to read them: those of the moves, or of a whole mean.
-        Only these two can."""
-        return bool(self.momentum) or not (self.orthogonalize or self.momentum_rank)
+        return True
 
     @property
     def running_mean(self) -> RunningMean | None:  # type: ignore[override]

@@ -16,10 +16,10 @@ from gft.ops.places import Places, table_for, told_by
 class Loop:
     """A small network that is trained on batches of its own."""
 
-    def __init__(self, replays: bool, bits: int = 4, device: str = "cuda", **settings) -> None:
+    def __init__(self, replays: bool, bits: int = 4, device: str = "cuda", memory: bool = True, **settings) -> None:
         torch.manual_seed(0)
         body = nn.Sequential(nn.Linear(24, 72), nn.ReLU(), nn.Linear(72, 72), nn.ReLU(), nn.Linear(72, 5))
-        self.model = gft.quantize_(body, bits).to(device)
+        self.model = gft.quantize_(body, bits, memory=memory).to(device)
         self.optimizer = gft.GFT(gft.quantized(self.model), **{"lr": 0.3, "seed": 3, **settings})
         self.dense = torch.optim.SGD(gft.dense(self.model), lr=0.01)
         self.device, self.replays = device, replays
@@ -155,9 +155,11 @@ def test_replayed_steps_are_the_steps(pair, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_step_that_orthogonalizes_is_replayed_too(monkeypatch):
+@pytest.mark.parametrize("settings", [{"momentum": 0.9, "orthogonalize": True}, {"orthogonalize": True},
+                                      {"momentum_rank": 3, "threshold": 0.6}], ids=str)
+def test_a_step_that_looks_at_whole_matrices_is_replayed_too(monkeypatch, settings):
     """Its products are floats, which a recording need not round as a step by itself does."""
-    loop = Loop(True, rule=gft.Rounding(momentum=0.9, orthogonalize=True, warmup=0))
+    loop = Loop(True, rule=gft.Rounding(warmup=0, **settings), memory="momentum_rank" not in settings)
     for number in range(6):
         loop.step(number)
     assert loop.recordings == 1

@@ -37,6 +37,7 @@ for by_table, votes in ((True, "*i64"), (False, ("*i32",) * 2)):
     told = dict(TABLE=by_table, WIDE=False, **tile)
     check(momentum._amax_kernel, {**types, "votes": votes}, dict(TIMES=8, **told), exact)
     check(momentum._renew_kernel, {**types, "votes": votes, "amax": "*fp32"}, dict(BY_EIGHTS=True, **told), exact)
+    check(units._floats_kernel, dict(votes=votes, floats="*bf16"), dict(TABLE=by_table, WIDE=False, BLOCK=1024), {})
 for turned in (True, False):
     check(units._units_kernel, dict(x="*bf16", per_unit="*fp32", numbers="*i32"), dict(TURNED=turned, TILE=64), exact)
 check(noise._draw_kernel, dict(numbers="*i32", count="i64", first="i64", seed="i64", step="*i64"), dict(COUNTERS=128), {})

@@ -10,7 +10,6 @@ from gft import ops
 from gft.errors import UsageError
 from gft.ops import KeptMean
 from gft.ops.places import Places, told_by
-from gft.rules import matrices
 from gft.rules.matrices import BOUND
 
 
@@ -81,9 +80,6 @@ def test_layers_that_share_launches_are_renewed_each_by_itself(triton_twins, mon
     for one, other in zip(here, there, strict=True):
         assert torch.equal(one.stored, other.stored.cpu())
         assert torch.equal(one.scale, other.scale.cpu())
-    alike = matrices.together([got[number] for number in (0, 2, 4, 5)])
-    assert alike.data_ptr() == got[0].data_ptr()  # no copy: they lie one after the other
-    assert torch.equal(alike, torch.stack([got[number] for number in (0, 2, 4, 5)]))
 
 
 @pytest.mark.parametrize("other", [{"seed": 1}, {"call": 9}, {"step": 5}, {"first": 72}], ids=str)
@@ -92,27 +88,6 @@ def test_layers_of_other_draws_share_no_launch(triton_twins, other):
     votes = [one.stored.int() + 3 for one in kept]
     assert triton_twins.renew_means(kept, votes, 0.9, BOUND, [KEY, replace(KEY, **other)]) is NotImplemented
     assert not any(one.stored.any() for one in kept)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize("shape", [(3, 65, 130), (1, 1, 7), (2, 64, 64), (2, 9, 1)], ids=str)
-def test_floats_are_whole_numbers_of_a_unit(triton_twins, shape, turned, dtype):
-    x = torch.randn(shape, dtype=dtype)
-    x[0, 0, 0] = 2.5  # of ties the even one
-    x = x.mT.contiguous().mT if turned else x
-    per_unit = torch.tensor([1.0, 2.0**20 / 7, 333.3])[: len(x)]
-    wanted = ops.in_units.definition(x, per_unit)
-    got = triton_twins.in_units(x.to(triton_twins.device), per_unit.to(triton_twins.device))
-    assert got.is_contiguous()
-    assert torch.equal(got.cpu(), wanted)
-    assert wanted[0, 0, 0] == 2
-
-
-def test_what_lies_in_neither_order_has_no_kernel(triton_twins):
-    x = torch.randn(4, 6, 10, device=triton_twins.device)[:, ::2]
-    assert triton_twins.in_units(x, torch.ones(4, device=x.device)) is NotImplemented
-    assert torch.equal(ops.in_units(x, torch.ones(4, device=x.device)).cpu(), x.round().int().cpu())
 
 
 def test_no_votes_are_no_moves(backend):

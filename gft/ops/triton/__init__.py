@@ -10,7 +10,7 @@ Integer arithmetic throughout; the float products are followed by no addition, s
     prepare          read_and_quantize, preparer                launch     launching a kernel again and again
     windows          patches, depthwise_votes                   lowprecision  round_tokens, multiply_tokens
     sequences        sequence_votes                             decode     linear
-    momentum         mean_amax, renew_mean, renew_means         units      in_units
+    momentum         mean_amax, renew_mean, renew_means         units      as_floats, in_units
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from gft.ops.triton.momentum import mean_amax, renew_mean, renew_means
 from gft.ops.triton.noise import draw_noise
 from gft.ops.triton.prepare import preparer, read_and_quantize
 from gft.ops.triton.sequences import sequence_votes
-from gft.ops.triton.units import in_units
+from gft.ops.triton.units import as_floats, in_units
 from gft.ops.triton.update import round_many, round_weights, topk_weights
 from gft.ops.triton.votes import grouped_votes_product, row_votes, votes_product
 from gft.ops.triton.windows import depthwise_votes, patches
@@ -38,5 +38,6 @@ def twins() -> dict[str, Callable[..., Any]]:
     offered = (read_and_quantize, preparer, quantize, take_mean, float_levels, pack_fields, unpack_fields, patches,
                votes_product, grouped_votes_product, row_votes, depthwise_votes, sequence_votes, along_levels, linear,
                kth_largest, sums_of_squares, rounding_plan, round_weights, topk_weights, round_many, round_tokens,
-               multiply_tokens, mean_amax, renew_mean, renew_means, in_units, draw_noise)
+               multiply_tokens, mean_amax, renew_mean, renew_means, as_floats, in_units,
+               draw_noise)
     return {function.__name__: function for function in offered}

@@ -1,4 +1,6 @@
-"""Floats as whole numbers of a unit (ops/units.py): read, scaled, rounded, if need be turned, and written in one launch."""
+"""Layers of one shape together (ops/units.py), a launch each way."""
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -6,10 +8,20 @@ import triton.language as tl
 from torch import Tensor
 
 from gft.ops import checks
+from gft.ops.triton.alike import pick_votes, shared_launches, votes_argument
 from gft.ops.triton.grids import spread, spread_block
 from gft.ops.triton.launch import Launcher
 
-TILE = 64  # rows and columns of a program
+BLOCK = 1024  # votes of a program that makes floats
+TILE = 64  # rows and columns of one that makes numbers
+
+
+@triton.jit
+def _floats_kernel(votes, floats, count, TABLE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    layer = tl.program_id(1)
+    votes, place = pick_votes(votes, layer, TABLE, WIDE), tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(votes + place, mask=place < count, other=0).to(tl.float32)
+    tl.store(floats + layer.to(tl.int64) * count + place, value.to(floats.dtype.element_ty), mask=place < count)
 
 
 @triton.jit
@@ -32,7 +44,22 @@ def _units_kernel(x, per_unit, numbers, rows, columns, TURNED: tl.constexpr, TIL
     tl.store(numbers + first + here, nearest(value), mask=live)
 
 
-_launch_units = Launcher(_units_kernel)
+_launch_floats, _launch_units = Launcher(_floats_kernel), Launcher(_units_kernel)
+
+
+def as_floats(votes: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Votes that one tensor is made of (units.as_floats)."""
+    first = votes[0]
+    alike = all((one.shape, one.dtype, one.device) == (first.shape, first.dtype, first.device) for one in votes)
+    if not alike or not checks.are_votes(first) or dtype not in (torch.float32, torch.bfloat16):
+        return NotImplemented
+    floats = torch.empty((len(votes), *first.shape), dtype=dtype, device=first.device)
+    for numbers in shared_launches([None] * len(votes)):
+        some, how = votes_argument([votes[number].contiguous() for number in numbers])
+        _launch_floats((len(numbers), first.shape, first.dtype, dtype, *how.values()),
+                       (triton.cdiv(first.numel(), BLOCK), len(numbers), 1), (some, floats[numbers[0]], first.numel()),
+                       {**how, "BLOCK": BLOCK})
+    return floats
 
 
 def in_units(x: Tensor, per_unit: Tensor) -> Tensor:
