@@ -38,6 +38,5 @@ def twins() -> dict[str, Callable[..., Any]]:
     offered = (read_and_quantize, preparer, quantize, take_mean, float_levels, pack_fields, unpack_fields, patches,
                votes_product, grouped_votes_product, row_votes, depthwise_votes, sequence_votes, along_levels, linear,
                kth_largest, sums_of_squares, rounding_plan, round_weights, topk_weights, round_many, round_tokens,
-               multiply_tokens, mean_amax, renew_mean, renew_means, as_floats, in_units,
-               draw_noise)
+               multiply_tokens, mean_amax, renew_mean, renew_means, as_floats, in_units, draw_noise)
     return {function.__name__: function for function in offered}
