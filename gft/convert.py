@@ -60,8 +60,8 @@ def quantize_(model: nn.Module, bits: int = 4, filter_fn: FilterFn | None = None
     bias: False leaves the layers' biases out: the paper's quantized layers have none.
     gain: True multiplies each layer's product by a number that AdamW learns with the biases, False by none. By default
         ternary layers have gains, and in a model without any norm all do, since nothing else lets them grow beyond their
-        grids; but neither with bias=False nor from the paper's start, nor convolutions that a batch norm follows, which
-        would divide by the gain.
+        grids; but neither with bias=False nor from the paper's start, nor right before a batch norm, which would divide by
+        the gain.
     scales: "tensor": one float a weight matrix, by which its levels are multiplied; "row": one for each of its rows; 64,
         128, …: one for so many weights of a row.
     compute: in which numbers linear layers multiply, forward and backward. None: x's float type, or autocast's. "bf16":
@@ -165,15 +165,16 @@ def has_norms(model: nn.Module) -> bool:
 
 
 def batch_normed(model: nn.Module) -> set[str]:
-    """The names of the convolutions whose outputs go right into a batch norm, as far as a model's structure tells: the next
-    module beside it is one, of as many channels. It takes the size of its inputs away, and so a gain before it.
+    """The names of the convolutions and linear layers whose outputs go right into a batch norm, as structure tells: the
+    next module beside it is one, of as many features. It divides by their size, and so by a gain before it.
     """
     found = set()
     for parent, module in model.named_modules():
         for (name, one), (_, following) in pairwise(module.named_children()):
-            is_one = isinstance(one, _ConvNd) and isinstance(following, _BatchNorm)
-            if is_one and one.out_channels == following.num_features:
-                found.add(f"{parent}.{name}" if parent else name)
+            if isinstance(one, (_ConvNd, nn.Linear)) and isinstance(following, _BatchNorm):
+                outputs = one.out_features if isinstance(one, nn.Linear) else one.out_channels
+                if outputs == following.num_features:
+                    found.add(f"{parent}.{name}" if parent else name)
     return found
 
 

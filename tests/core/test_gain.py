@@ -136,16 +136,18 @@ def test_ternary_layers_and_models_without_norms_have_gains_by_default(norm, set
 
 
 @pytest.mark.parametrize("conv", [nn.Conv1d, nn.Conv2d, nn.ConvTranspose2d], ids=lambda conv: conv.__name__)
-def test_a_convolution_has_no_gain_where_a_batch_norm_would_divide_by_it(conv):
+def test_a_layer_has_no_gain_where_a_batch_norm_would_divide_by_it(conv):
     """Not where something stands between them, the channels are others, or the norm is of another kind."""
     norm, dims = (nn.BatchNorm1d, 1) if conv is nn.Conv1d else (nn.BatchNorm2d, 2)
     model = nn.Sequential(nn.Sequential(conv(3, 8, 3), norm(8), nn.ReLU()),
                           nn.Sequential(conv(8, 8, 1), nn.ReLU(), norm(8)),
                           nn.ModuleList([conv(8, 6, 1), norm(8), nn.Flatten()]),
-                          nn.Sequential(conv(8, 8, 1), nn.GroupNorm(2, 8)))
-    names = ["0.0", "1.0", "2.0", "3.0"]
-    assert batch_normed(model) == {"0.0"}
-    expected = [name != "0.0" for name in names]
+                          nn.Sequential(conv(8, 8, 1), nn.GroupNorm(2, 8)),
+                          nn.Sequential(nn.Linear(8, 5), nn.BatchNorm1d(5)),
+                          nn.Sequential(nn.Linear(8, 5), nn.LayerNorm(5)))
+    names = [f"{number}.0" for number in range(6)]
+    assert batch_normed(model) == {"0.0", "4.0"}
+    expected = [name not in ("0.0", "4.0") for name in names]
     quantized = gft.quantize_(copy.deepcopy(model), 2)
     assert [quantized.get_submodule(name).log_gain is not None for name in names] == expected
     asked = gft.quantize_(copy.deepcopy(model), 2, gain=True)[0]
