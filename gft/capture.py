@@ -18,7 +18,7 @@ numbers (GFT._advance) and all running values.
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,7 +30,7 @@ from gft.errors import UsageError
 from gft.hybrid import Hybrid
 from gft.optim import GFT, GPU_STEPS_BETWEEN_REPORTS
 
-Step = Callable[[Tensor, Tensor], Tensor]  # (x, y) -> loss; takes one optimizer step
+Step = Callable[..., Tensor]  # a batch -> loss; takes one optimizer step
 WARM_UP = 3  # steps of a kind of batch taken one by one first: they choose algorithms and make the state later ones renew
 MOST_RECORDINGS = 8  # for changed settings; then steps are taken without a graph
 
@@ -52,24 +52,43 @@ def waits_for_others(optimizer: Optimizer) -> bool:
     return any(isinstance(part, GFT) and part.ranks.world > 1 for part in parts_of(optimizer))
 
 
-def kind_of(x: Tensor, y: Tensor) -> Hashable:
-    """What a graph is recorded for: batches of one shape, type and device, where y is x itself (labels of a language model)
-    or not."""
-    return (*((tensor.shape, tensor.dtype, tensor.device) for tensor in (x, y)), y is x)
+def kind_of(args: Sequence[Any], named: Mapping[str, Any]) -> Hashable:
+    """What a graph is recorded for: batches whose tensors have these shapes, types and devices, of which the same ones are
+    one tensor (as the labels of a language model may be its inputs), and whose other parts are equal."""
+    parts, first = [*args, *(named[name] for name in sorted(named))], {}
+    kinds: list[Hashable] = [len(args), *sorted(named)]
+    for number, part in enumerate(parts):
+        if isinstance(part, Tensor):
+            kinds.append((part.shape, part.dtype, part.device, first.setdefault(id(part), number)))
+        elif part is None or isinstance(part, (bool, int, float, str)):
+            kinds.append((type(part), part))
+        else:
+            raise UsageError(f"a captured step is called with tensors, numbers, strings or None, not with a "
+                             f"{type(part).__name__}; pass what is in it by itself, as in step(**batch)")
+    return tuple(kinds)
 
 
-def copies(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def copies(args: Sequence[Any], named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A batch in memory of its own; one tensor where it was one. torch.compile looks at that, and at how tensors lie."""
-    own = x.clone()
-    return own, own if y is x else y.clone()
+    own: dict[int, Tensor] = {}
+
+    def of(part: Any) -> Any:
+        if not isinstance(part, Tensor):
+            return part
+        if id(part) not in own:
+            own[id(part)] = part.clone()
+        return own[id(part)]
+
+    return tuple(map(of, args)), {name: of(part) for name, part in named.items()}
 
 
 class Captured:
     """`step` recorded when a kind of batch has come three times, then replayed.
 
-    step: takes x and y, the tensors of a batch, and one step of `optimizer`; returns the loss. What it returns later lies
-        in the same memory each time: read it, or clone it, before the next call. No Python in it runs again, so it should
-        depend on nothing but x, y and the optimizer's settings.
+    step: takes the tensors of a batch, by place or by name, and one step of `optimizer`; returns the loss. What it returns
+        later lies in the same memory each time: read it, or clone it, before the next call. No Python in it runs again, so
+        it should depend on nothing but the batch and the optimizer's settings. Numbers, strings and None in a batch are
+        built in: with others it is a batch of another kind.
     optimizer: schedulers go on setting "lr" in its `param_groups`; each call copies it to the GPU. When another setting
         changes, or a state_dict is loaded, the step is recorded anew.
 
@@ -104,27 +123,28 @@ class Captured:
         self._graph, self._kind = None, None
         self._seen.clear()
 
-    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+    def __call__(self, *args: Any, **named: Any) -> Tensor:
         if self._stream is None:
-            return self._step(x, y)
-        kind = kind_of(x, y)
+            return self._step(*args, **named)
+        kind = kind_of(args, named)
         if self._graph is not None and self._settings() != self._recorded_settings:
             # One step by itself first: what a new rule does to the weights is done once, not in each replay.
             self._graph, self._seen[self._kind] = None, WARM_UP - 1
         if self._graph is None and self._kind in (None, kind) and self._seen.get(kind, 0) >= WARM_UP:
-            self._record(x, y, kind)
+            self._record(args, named, kind)
         if self._graph is None or kind != self._kind:
-            return self._warm_up(x, y, kind)
-        return self._replay(x, y)
+            return self._warm_up(args, named, kind)
+        return self._replay(args, named)
 
-    def _warm_up(self, x: Tensor, y: Tensor, kind: Hashable) -> Tensor:
+    def _warm_up(self, args: Sequence[Any], named: Mapping[str, Any], kind: Hashable) -> Tensor:
         self._seen[kind] = self._seen.get(kind, 0) + 1
         assert self._stream is not None
         with torch.cuda.device(self._device):
             self._stream.wait_stream(torch.cuda.current_stream())
             # All as it will be in the graph, on copies and by rates on the device: what is compiled and built, is so here.
             with torch.cuda.stream(self._stream), self._rates_on_device():
-                loss = self._step(*copies(x, y))
+                own, own_named = copies(args, named)
+                loss = self._step(*own, **own_named)
             torch.cuda.current_stream().wait_stream(self._stream)
         return loss
 
@@ -143,12 +163,14 @@ class Captured:
                 if group["lr"] is rate:  # else the step itself has set another
                     group["lr"] = number
 
-    def _replay(self, x: Tensor, y: Tensor) -> Tensor:
+    def _replay(self, args: Sequence[Any], named: Mapping[str, Any]) -> Tensor:
         assert self._graph is not None
         with torch.cuda.device(self._device):
-            self._x.copy_(x)
-            if self._y is not self._x:
-                self._y.copy_(y)
+            own, own_named = self._batch
+            pairs = [*zip(own, args, strict=True), *((part, named[name]) for name, part in own_named.items())]
+            for part, new in {id(part): (part, new) for part, new in pairs}.values():  # each once
+                if isinstance(part, Tensor):
+                    part.copy_(new)
             for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
                 rate.fill_(group["lr"])
             self._graph.replay()
@@ -166,7 +188,7 @@ class Captured:
         layers = [layer for part in parts_of(self._optimizer) if isinstance(part, GFT) for layer in part.layers()]
         return [groups, [(layer.scale.data_ptr(), layer.scale._version) for layer in layers]]
 
-    def _record(self, x: Tensor, y: Tensor, kind: Hashable) -> None:
+    def _record(self, args: Sequence[Any], named: Mapping[str, Any], kind: Hashable) -> None:
         if self._recordings >= MOST_RECORDINGS:
             if self._recordings == MOST_RECORDINGS:
                 self._recordings += 1
@@ -174,7 +196,7 @@ class Captured:
                               "more than it saves; it is taken without a CUDA graph from now on", stacklevel=3)
             return
         graph = torch.cuda.CUDAGraph()
-        self._x, self._y = copies(x, y)
+        self._batch = own, own_named = copies(args, named)
         self._recorded_settings = self._settings()
         # What is left of an earlier graph frees its memory when it is collected, which no recording survives.
         gc.collect()
@@ -185,7 +207,7 @@ class Captured:
             # business ("thread_local").
             with (torch.cuda.device(self._device), self._rates_on_device() as self._rates,
                   torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local")):
-                self._loss = self._step(self._x, self._y).detach()
+                self._loss = self._step(*own, **own_named).detach()
             self._graph, self._kind = graph, kind
             self._recordings += 1
         finally:

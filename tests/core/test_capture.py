@@ -12,7 +12,7 @@ from torch import nn
 
 import gft
 from gft import capture
-from gft.capture import WARM_UP, on_the_host
+from gft.capture import WARM_UP, copies, kind_of, on_the_host
 
 
 class Loop:
@@ -70,6 +70,30 @@ def test_on_a_cpu_the_step_is_taken_as_it_is():
     assert_same_end(plain, wrapped)
 
 
+def test_batches_come_by_place_or_by_name_and_are_of_one_kind_if_a_graph_serves_them(refuses):
+    x, y = torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)
+    kind = kind_of((x, y), {"mask": None, "weight": 0.5})
+    assert kind == kind_of((x + 1, y + 1), {"weight": 0.5, "mask": None})
+    others = [((x, y), {"mask": x, "weight": 0.5}), ((x, y), {"mask": None, "weight": 0.7}), ((x, y), {"mask": None}),
+              ((x[:2], y), {"mask": None, "weight": 0.5}), ((x, y.int()), {"mask": None, "weight": 0.5}),
+              ((x,), {"y": y, "mask": None, "weight": 0.5}), ((x, y), {"mask": None, "weight": "0.5"})]
+    kinds = [kind, *(kind_of(*other) for other in others)]
+    assert len(set(kinds)) == len(kinds)
+    assert kind_of((), {"x": x, "labels": x}) != kind_of((), {"x": x, "labels": x.clone()})  # one tensor twice, or two
+    with refuses(ValueError, r"not with a dict; pass what is in it by itself, as in step\(\*\*batch\)"):
+        kind_of(({"x": x},), {})
+
+
+def test_a_batch_is_copied_each_tensor_once():
+    x = torch.randn(4, 3)
+    (own, number), named = copies((x, 7), {"labels": x, "mask": None, "other": x + 1})
+    assert own is named["labels"] is not x
+    assert torch.equal(own, x)
+    assert own.data_ptr() != x.data_ptr()
+    assert (number, named["mask"]) == (7, None)
+    assert torch.equal(named["other"], x + 1)
+
+
 def test_optimizers_with_state_on_the_host_are_known():
     layer = nn.Linear(3, 3)
     model = gft.quantize_(nn.Sequential(nn.Linear(3, 3)), bits=4)
@@ -119,6 +143,24 @@ def test_replayed_steps_are_the_steps(way):
     assert replayed.calls == WARM_UP + 2  # the first, the recorded one and the short batch
     state = replayed.own.state_dict()["param_groups"][0]
     assert (state["step"], type(state["lr"])) == (steps, float)
+
+
+@pytest.mark.gpu
+def test_a_batch_by_name_is_replayed_as_it_was_given():
+    ends = []
+    for captured in (False, True):
+        loop = Loop(captured)
+
+        def step(*, x, labels, scale, of, loop=loop):
+            return loop.step(x * scale if of is None else of, labels)
+
+        take = gft.Captured(step, loop.optimizer) if captured else step
+        for number in range(WARM_UP + 4):
+            x, y = loop.batch(number)
+            take(labels=y, x=x, scale=0.5, of=None)
+        ends.append(loop)
+    assert_same_end(*ends)
+    assert ends[1].calls == WARM_UP + 1
 
 
 @pytest.mark.gpu
