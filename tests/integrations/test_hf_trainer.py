@@ -51,6 +51,28 @@ class StopAt(TrainerCallback):
         control.should_training_stop = state.global_step >= self.step
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_captured_step_takes_the_batches_of_a_loader_by_name(device):
+    """What a collator makes of a dataset, its mask included; the last steps on a GPU are replayed."""
+    losses = []
+    for captured in (False, True):
+        model = quantized_llama(4).train().to(device)
+        optimizer = gft.Hybrid(gft.GFT(gft.quantized(model), lr=0.3, seed=7),
+                               torch.optim.AdamW(gft.dense(model), lr=2**-7, capturable=device == "cuda"))
+
+        def step(model=model, optimizer=optimizer, **batch: torch.Tensor) -> torch.Tensor:
+            loss = model(**batch).loss
+            optimizer.zero_grad(); loss.backward(); optimizer.step()
+            return loss
+
+        take = gft.Captured(step, optimizer) if captured else step
+        rows = [{"input_ids": row, "labels": row, "attention_mask": torch.ones_like(row)} for row in tokens(4 * 7)]
+        losses.append([take(**{name: one.to(device) for name, one in batch.items()}).item()
+                       for batch in DataLoader(rows, 4)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4 if device == "cuda" else 0)
+    assert losses[1][-1] < losses[1][0]
+
+
 @pytest.mark.parametrize("memory", [True, False], ids=["memory", "packed"])
 def test_trainer_resumed_from_its_checkpoint_ends_with_the_same_weights(tmp_path, memory):
     whole, first, second = (quantized_llama(2, memory) for _ in range(3))
