@@ -24,7 +24,7 @@ from torch import Tensor
 
 from gft import ops
 from gft.philox import NoiseKey
-from gft.rules.matrices import ONE, alike, evened, newton_schulz, newton_schulz_multiply_adds, of_length_one
+from gft.rules.matrices import alike, evened, in_ones, newton_schulz, newton_schulz_multiply_adds, of_length_one
 from gft.rules.mean import MEAN, Join, Kind, RunningMean, State
 
 DECAY = 0.9  # of the mean: that of inertia
@@ -84,7 +84,7 @@ def _step(votes: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:  # (layers, out
     seen = unit.abs().amax((1, 2), keepdim=True) > 0  # of no votes nothing is learnt, and the first directions are kept
     mean = torch.where(seen, torch.cat([new_left, new_right], 1), mean)
     beta = unit + of_length_one(mean[:, :rows] @ mean[:, rows:].mT)
-    return beta.mul_(ONE).round_().to(torch.int32), mean
+    return in_ones(beta), mean
 
 
 def _orthonormal(x: Tensor) -> Tensor:  # (layers, many, few) -> columns of length one, at right angles

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from gft import ops
+
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # a, b, c of a Newton-Schulz round
 ROUNDS = 5
 ONE = 1 << 20  # beta's unit: no entry of it exceeds 2, and most are near 1/sqrt(out · in)
@@ -39,6 +41,11 @@ def evened(votes: Tensor) -> Tensor:  # (layers, out, in)
     squares = votes * votes
     row, column = (squares.mean(axis, keepdim=True).clamp_min(TINY).rsqrt() for axis in (2, 1))
     return of_length_one(votes * row * column)
+
+
+def in_ones(beta: Tensor) -> Tensor:  # (layers, out, in) float32 -> the same, int32
+    """In units of 1/ONE."""
+    return ops.in_units(beta, beta.new_full((len(beta),), ONE))
 
 
 def newton_schulz(x: Tensor) -> Tensor:

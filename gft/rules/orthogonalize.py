@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from gft import ops
-from gft.rules.matrices import ONE, alike, lengths, newton_schulz, of_length_one
+from gft.rules.matrices import ONE, alike, in_ones, lengths, newton_schulz, of_length_one
 
 
 def orthogonalized(votes: Sequence[Tensor],  # each (out, in)
@@ -43,7 +43,7 @@ def orthogonalized(votes: Sequence[Tensor],  # each (out, in)
 
 def _with_votes(votes: Sequence[Tensor]) -> Tensor:  # (layers, out, in) int32
     unit = of_length_one(ops.as_floats(votes, torch.float32))
-    return (unit + of_length_one(orthogonal(unit).float())).mul_(ONE).round_().to(torch.int32).contiguous()
+    return in_ones(unit + of_length_one(orthogonal(unit).float()))
 
 
 def _alone(moves: Sequence[Tensor]) -> Tensor:  # none beyond BOUND -> (layers, out, in) int32

@@ -105,6 +105,7 @@ class Rounding(Rule):
     momentum_rank: int = 0
     warmup: int | None = None
     lr_meaning: ClassVar[str] = "the rms move of a weight in levels"
+    replays: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.inertia is not None:
@@ -136,10 +137,6 @@ class Rounding(Rule):
                              "it, with inertia for its momentum; take momentum=0.9 and orthogonalize=True, or build the "
                              "layer with memory=False")
         return replace(storage, inertia=self.follow < FOLLOW_ALL)
-
-    @property
-    def replays(self) -> bool:
-        return True
 
     @property
     def running_mean(self) -> RunningMean | None:  # type: ignore[override]

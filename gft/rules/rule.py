@@ -79,11 +79,7 @@ class Rule(Setting):
     lr_meaning: ClassVar[str] = "the learning rate"
     orthogonalize: ClassVar[bool] = False  # are the votes made orthogonal (rules/orthogonalize.py) before the step?
     running_mean: ClassVar[RunningMean | None] = None  # of votes, which joins or replaces them (rules/mean.py) before it
-
-    @property
-    def replays(self) -> bool:
-        """On a GPU: does it read lr there and launch the same kernels each step, so that these can be recorded?"""
-        return False
+    replays: ClassVar[bool] = False  # on a GPU: does it read lr there and launch the same kernels each step, to be recorded?
 
     def storage_for(self, storage: Storage) -> Storage:
         """The storage in which this rule trains such a weight; raises where it cannot."""

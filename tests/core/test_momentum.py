@@ -13,6 +13,7 @@ import gft
 from gft import reference
 from gft.ops import KeptMean
 from gft.philox import NoiseKey
+from gft.rules import matrices
 from gft.rules.matrices import BOUND
 from gft.rules.mean import MEAN, SCALE, State
 from gft.rules.momentum import Momentum
@@ -112,6 +113,25 @@ def test_networks_learn_by_it(settings, rule, in_backward):
     losses = steps(model, gft.Hybrid(own, torch.optim.AdamW(gft.dense(model), lr=1e-3)), 60)
     assert losses[-1] < 0.7 * losses[0]
     assert own.flips() > 0
+
+
+def test_layers_that_take_turns_move_as_they_do_together(monkeypatch):
+    ends, together, step = [], [], gft.Rounding.step
+    monkeypatch.setattr(gft.Rounding, "step",
+                        lambda rule, weights, lr: together.append(len(weights)) or step(rule, weights, lr))
+    for at_once in (matrices.AT_ONCE, 1):
+        monkeypatch.setattr(matrices, "AT_ONCE", at_once)
+        torch.manual_seed(2)
+        layers = [gft.QuantLinear(12, 12, bits=4) for _ in range(4)]
+        optimizer = gft.GFT([layer.qweight for layer in layers], 0.3, gft.Rounding(momentum=0.9, warmup=0), seed=5)
+        before = [layer.qweight.clone() for layer in layers]
+        for layer in layers:
+            layer.votes.votes, layer.votes.tokens = some_votes((12, 12))[0], BOUND
+        optimizer.step()
+        ends.append([layer.qweight for layer in layers])
+        assert not any(torch.equal(one, other) for one, other in zip(before, ends[-1], strict=True))
+    assert together == [4, 1, 1, 1, 1]
+    assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
 
 
 @pytest.mark.gpu

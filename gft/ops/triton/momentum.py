@@ -116,33 +116,28 @@ def mean_amax(kept: KeptMean, votes: Tensor, share: float) -> Tensor:
 
 def renew_mean(kept: KeptMean, votes: Tensor, amax: Tensor, share: float, bound: int, key: NoiseKey) -> Tensor:
     """Take votes into a mean, in place (momentum.renew_mean)."""
-    rows, columns = votes.shape
+    columns = votes.shape[1]
     checks.check_tensor("the largest entries of the mean of votes", amax, (columns + 2,), torch.float32, votes.device)
     if not _can_renew(kept, votes) or key.first % columns:
         return NotImplemented
-    moves = torch.empty((1, rows, columns), dtype=torch.int32, device=votes.device)
-    _renew([(kept, votes.contiguous())], amax.contiguous(), moves, share, bound, key, [key.stream])
+    moves = _renew([(kept, votes.contiguous())], amax.contiguous()[None], share, bound, key, [key.stream])
     torch.mul(amax[:columns], definitions.PER_LARGEST, out=kept.scale)
     return moves[0]
 
 
 def renew_means(kept: Sequence[KeptMean], votes: Sequence[Tensor], share: float, bound: int,
                 keys: Sequence[NoiseKey]) -> list[Tensor]:
-    """Take votes into many means (momentum.renew_means). The moves of one kind of layers lie one after the other."""
+    """Take votes into many means (momentum.renew_means)."""
     if not (all(_can_renew(one, cast) for one, cast in zip(kept, votes, strict=True)) and _but_for_streams(keys)):
         return NotImplemented
     layers = [(one, cast.contiguous()) for one, cast in zip(kept, votes, strict=True)]
-    kinds = [(cast.shape, cast.dtype) for cast in votes]
-    room = {kind: torch.empty((kinds.count(kind), *kind[0]), dtype=torch.int32, device=votes[0].device)
-            for kind in dict.fromkeys(kinds)}
     key, results, largest = replace(keys[0], step=on_device(keys[0].step, votes[0])), {}, {}
-    for numbers in shared_launches(kinds):
-        some, kind = [layers[number] for number in numbers], kinds[numbers[0]]
-        moves, room[kind] = room[kind].tensor_split([len(numbers)])
+    for numbers in shared_launches((cast.shape, cast.dtype) for cast in votes):
+        some = [layers[number] for number in numbers]
         amax = _amax(some, share)
-        _renew(some, amax, moves, share, bound, key, [keys[number].stream for number in numbers])
+        moves = _renew(some, amax, share, bound, key, [keys[number].stream for number in numbers])
         results.update(zip(numbers, moves, strict=True))
-        largest.update(zip(numbers, amax[:, : kind[0][1]], strict=True))
+        largest.update(zip(numbers, amax[:, : moves.shape[2]], strict=True))
     scales = [one.scale for one in kept]
     torch._foreach_copy_(scales, [largest[number] for number in range(len(scales))])
     torch._foreach_mul_(scales, definitions.PER_LARGEST)
@@ -161,14 +156,14 @@ def _amax(layers: Sequence[Layer], share: float) -> Tensor:  # (layers, at least
 
 
 def _renew(layers: Sequence[Layer],
-           amax: Tensor,  # of each layer its own, as `_amax` gives them
-           moves: Tensor,  # (layers, rows, columns) int32: written
+           amax: Tensor,  # (layers, at least columns + 2)
            share: float, bound: int,
            key: NoiseKey,  # of all of them, but for the stream
-           streams: Sequence[int]) -> None:
+           streams: Sequence[int]) -> Tensor:  # (layers, rows, columns) int32
     """All but the new scales, which other programs still read the old ones of."""
-    _, rows, columns = moves.shape
-    stride, first_row = amax.stride(0) if amax.dim() == 2 else 0, key.first // columns
+    rows, columns = layers[0][1].shape
+    moves = torch.empty((len(layers), rows, columns), dtype=torch.int32, device=amax.device)
+    stride, first_row = amax.stride(0), key.first // columns
     (stored, votes, scales), how, kind = _arguments(layers)
     _launch_renew((*kind, stride, width(key), max(streams) >> 31, first_row >> 31),
                   _grid(layers, triton.cdiv(rows, ROWS)),
@@ -176,6 +171,7 @@ def _renew(layers: Sequence[Layer],
                    key.seed, on_device(key.step, moves), streams_argument(streams), key.call, first_row),
                   {**how, "BY_EIGHTS": columns % 8 == 0, "ROWS": ROWS, "COLUMNS": COLUMNS}, num_warps=WARPS,
                   enable_fp_fusion=False)
+    return moves
 
 
 def _arguments(layers: Sequence[Layer]) -> tuple[tuple[object, ...], dict[str, bool], tuple[object, ...]]:
